@@ -1,0 +1,1 @@
+"""Host-memory and disk tiers for cache blocks and recurrent states. Knows cache layouts, not schedulers."""

@@ -1,0 +1,1 @@
+"""Engine, scheduler and HTTP API over the model of `glm_jax`."""
