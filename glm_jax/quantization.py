@@ -1,0 +1,94 @@
+"""Block-scaled fp8 weights as a pytree leaf type, and the one matmul that hides them.
+
+The stored layout is the released checkpoint's: float8_e4m3fn values with one float32 scale for each block of
+128 x 128, `w[i, j] = values[i, j] * scales[i // 128, j // 128]` (MODEL.md b.8).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from glm_jax.config_schema import FP8_BLOCK
+
+
+@struct.dataclass
+class BlockScaled:
+    """A weight `[..., out, in]` in float8_e4m3fn with float32 scales `[..., ceil(out/128), ceil(in/128)]`.
+
+    Leading axes stack independent matrices; indexing them keeps values and scales together.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    def __getitem__(self, index: Any) -> "BlockScaled":
+        """Selects matrices of a stack: `index` may only reach the leading axes."""
+        return BlockScaled(self.values[index], self.scales[index])
+
+
+Weight = jax.Array | BlockScaled
+
+
+def dequantize(weight: Weight, dtype: Any) -> jax.Array:
+    """The weight as a plain array in `dtype`; the product is taken in at least float32, then rounded once."""
+    if not isinstance(weight, BlockScaled):
+        return weight.astype(dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    rows, columns = weight.shape[-2:]
+    scales = jnp.repeat(weight.scales.astype(wide), FP8_BLOCK, axis=-2)[..., :rows, :]
+    scales = jnp.repeat(scales, FP8_BLOCK, axis=-1)[..., :columns]
+    return (weight.values.astype(wide) * scales).astype(dtype)
+
+
+def matmul(
+    x: jax.Array,
+    w: Weight,
+    *,
+    implementation: str | None = None,
+    quantize_activations: bool | None = None,
+) -> jax.Array:
+    """`x @ w^T`, contracting the last axes, in the dtype of `x`.
+
+    Args:
+        x: `[..., in]`.
+        w: `[out, in]`, a plain array (cast to x's dtype) or `BlockScaled`.
+        implementation: as in `pallas_kernels`: None picks the Triton kernel on a GPU, for `BlockScaled` only.
+        quantize_activations: with a `BlockScaled` weight, also round x to fp8 for each token and 128 channels;
+            None does so where the Triton kernel runs.
+
+    Returns:
+        `[..., out]` in x's dtype, accumulated in at least float32.
+    """
+    if isinstance(w, BlockScaled):
+        from pallas_kernels.block_scaled import block_scaled_matmul
+        from pallas_kernels.dispatch import resolve
+
+        resolved = resolve(implementation)
+        quantize = resolved == "triton" if quantize_activations is None else quantize_activations
+        if quantize or resolved != "xla":
+            return block_scaled_matmul(
+                x, w.values, w.scales, quantize_activations=quantize, implementation=resolved
+            )
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    product = jax.lax.dot_general(
+        x,
+        dequantize(w, x.dtype),
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == wide else None,
+        preferred_element_type=wide,
+    )
+    return product.astype(x.dtype)
