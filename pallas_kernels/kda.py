@@ -1,0 +1,152 @@
+"""Kimi delta attention (KDA): prefill, chunk and recurrent forms, and the decode/verify window.
+
+All forms take keys and queries that are already l2-normalised, with the query scaled by K**-0.5.
+`kda_reference` has the mathematics; the Pallas-Triton kernels live in `kda_prefill_kernel` and
+`kda_decode_kernel`.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import kda_reference
+from pallas_kernels.dispatch import resolve
+
+
+@flax.struct.dataclass
+class KdaRecords:
+    """The last window's inputs, stacked [layers, request_slots, W, H, ...]: what a replay needs."""
+
+    k: jax.Array  # [..., K]
+    v: jax.Array  # [..., V]
+    log_decay: jax.Array  # [..., K], at least float32
+    beta: jax.Array  # [layers, request_slots, W, H], at least float32
+
+
+def kda_recurrent(
+    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, initial_state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Token-by-token recurrence: the definition every other form is compared with.
+
+    Args:
+      q, k, log_decay: [batch, time, H, K]; log_decay is the natural logarithm of the decay, at most 0.
+      v: [batch, time, H, V].
+      beta: [batch, time, H].
+      initial_state: [batch, H, K, V].
+
+    Returns:
+      out [batch, time, H, V] in v's dtype and the final state [batch, H, K, V], at least float32.
+    """
+    return kda_reference.recurrent(q, k, v, log_decay, beta, initial_state)
+
+
+def kda_chunked(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    chunk: int = 16,
+    gate_lower_bound: float | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Chunk form over a rectangular batch; shapes and results as in `kda_recurrent`.
+
+    `lengths` [batch] int32 counts the valid tokens of a row: later ones neither touch the state nor matter,
+    and their outputs are finite. The XLA form is differentiable and safe for any gate. The Triton kernel is
+    chosen only when `gate_lower_bound` promises log_decay >= -5: its 16-token chunks then fit float32.
+    """
+    if resolve(implementation, supported=False if implementation is None else True) == "xla":
+        return kda_reference.chunked(q, k, v, log_decay, beta, initial_state, lengths, chunk)
+    raise NotImplementedError("kda_chunked has no kernel yet")
+
+
+def kda_prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    cu_seqlens: jax.Array,
+    *,
+    checkpoints: jax.Array | None = None,
+    chunk: int = 16,
+    gate_lower_bound: float | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Chunk form over a ragged batch flattened to one token axis.
+
+    Args:
+      q, k, log_decay: [T, H, K]; v: [T, H, V]; beta: [T, H].
+      initial_state: [R, H, K, V].
+      cu_seqlens: [R + 1] int32, cumulative row lengths; rows may be empty. Tokens past cu_seqlens[-1] are
+        padding: their outputs are finite and they change nothing.
+      checkpoints: [R, M] int32, token counts inside a row (1..length) after which the state is wanted; -1
+        for none, whose states are zeros.
+      gate_lower_bound: promise that log_decay >= this bound; the Triton kernel needs one of at least -5.
+
+    Returns:
+      out [T, H, V] in v's dtype, final states [R, H, K, V] and, with checkpoints, their states
+      [R, M, H, K, V]; states are at least float32. The chunk grid of a row starts at the row's first token,
+      so outputs are bit-equal when later tokens change.
+    """
+    if resolve(implementation, supported=False if implementation is None else True) == "xla":
+        out, states, snapshots = kda_reference.prefill(
+            q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, chunk
+        )
+        return (out, states) if checkpoints is None else (out, states, snapshots)
+    raise NotImplementedError("kda_prefill has no kernel yet")
+
+
+def kda_decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    layer: int | jax.Array,
+    slots: jax.Array,
+    records: KdaRecords,
+    record_slots: jax.Array,
+    accepted: jax.Array,
+    *,
+    publish_after: jax.Array | None = None,
+    publish_slots: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, KdaRecords]:
+    """Decode or verify a window of W tokens a row, after replaying the accepted part of the last window.
+
+    Args:
+      q, k, log_decay: [R, W, H, K]; v: [R, W, H, V]; beta: [R, W, H].
+      state: [layers, slots, H, K, V], at least float32: the committed states, updated in place if donated.
+      layer: index into the stacked arrays.
+      slots: [R] int32 state slot of a row, all different; -1 is a padding row, which reads and writes nothing.
+      records: the previous window of every request, [layers, request_slots, W, H, ...].
+      record_slots: [R] int32 request slot of a row.
+      accepted: [R] int32 in 0..W, recorded tokens to commit before this window runs.
+      publish_after, publish_slots: [R] int32; the state after that many replayed tokens (1..accepted, -1 for
+        none) is also written to this state slot (-1 for none).
+
+    Returns:
+      out [R, W, H, V] in v's dtype (zeros for padding rows), the state with the replayed tokens committed,
+      and the records holding this window, whose own tokens are not committed. A token is rounded to the
+      records' dtypes before it is used, so running it in a window and replaying it later are one computation.
+    """
+    if records.k.shape[2] != k.shape[1]:
+        raise ValueError(f"the records hold windows of {records.k.shape[2]} tokens, this window has {k.shape[1]}")
+    if (publish_after is None) != (publish_slots is None):
+        raise ValueError("publish_after and publish_slots go together")
+    stacked = (records.k, records.v, records.log_decay, records.beta)
+    if resolve(implementation, supported=False if implementation is None else True) == "xla":
+        out, state, stacked = kda_reference.decode(
+            q, k, v, log_decay, beta, state, layer, slots, stacked, record_slots, accepted, publish_after, publish_slots
+        )
+        return out, state, KdaRecords(*stacked)
+    raise NotImplementedError("kda_decode has no kernel yet")
