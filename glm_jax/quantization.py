@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from glm_jax.config_schema import FP8_BLOCK
+from pallas_kernels.block_scaled import block_scaled_matmul, dequantize_blocks, quantize_blocks
+from pallas_kernels.dispatch import resolve
 
 
 @struct.dataclass
@@ -45,13 +46,14 @@ Weight = jax.Array | BlockScaled
 
 def dequantize(weight: Weight, dtype: Any) -> jax.Array:
     """The weight as a plain array in `dtype`; the product is taken in at least float32, then rounded once."""
-    if not isinstance(weight, BlockScaled):
-        return weight.astype(dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    rows, columns = weight.shape[-2:]
-    scales = jnp.repeat(weight.scales.astype(wide), FP8_BLOCK, axis=-2)[..., :rows, :]
-    scales = jnp.repeat(scales, FP8_BLOCK, axis=-1)[..., :columns]
-    return (weight.values.astype(wide) * scales).astype(dtype)
+    if isinstance(weight, BlockScaled):
+        return dequantize_blocks(weight.values, weight.scales, dtype)
+    return weight.astype(dtype)
+
+
+def quantize(weight: jax.Array) -> BlockScaled:
+    """Rounds a weight `[..., out, in]` to fp8 blocks, each scaled so that its largest magnitude is kept."""
+    return BlockScaled(*quantize_blocks(weight))
 
 
 def matmul(
@@ -66,22 +68,19 @@ def matmul(
     Args:
         x: `[..., in]`.
         w: `[out, in]`, a plain array (cast to x's dtype) or `BlockScaled`.
-        implementation: as in `pallas_kernels`: None picks the Triton kernel on a GPU, for `BlockScaled` only.
-        quantize_activations: with a `BlockScaled` weight, also round x to fp8 for each token and 128 channels;
-            None does so where the Triton kernel runs.
+        implementation: as in `pallas_kernels`; it concerns `BlockScaled` weights only.
+        quantize_activations: with a `BlockScaled` weight, also round x to fp8 for each token and 128
+            channels; None does so where the Triton kernel is chosen.
 
     Returns:
         `[..., out]` in x's dtype, accumulated in at least float32.
     """
     if isinstance(w, BlockScaled):
-        from pallas_kernels.block_scaled import block_scaled_matmul
-        from pallas_kernels.dispatch import resolve
-
         resolved = resolve(implementation)
-        quantize = resolved == "triton" if quantize_activations is None else quantize_activations
-        if quantize or resolved != "xla":
+        rounded = resolved == "triton" if quantize_activations is None else quantize_activations
+        if rounded or resolved != "xla":
             return block_scaled_matmul(
-                x, w.values, w.scales, quantize_activations=quantize, implementation=resolved
+                x, w.values, w.scales, quantize_activations=rounded, implementation=implementation
             )
     wide = jnp.promote_types(x.dtype, jnp.float32)
     product = jax.lax.dot_general(
