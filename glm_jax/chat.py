@@ -19,8 +19,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from glm_jax.config import read_json
 from glm_jax.errors import RequestError
-from glm_jax.json_file import read_json
 
 Message = Mapping[str, Any]
 
@@ -142,7 +142,7 @@ def load_chat_template(folder: str | Path) -> ChatTemplate | None:
     """
     folder = Path(folder)
     file, config_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    config = read_json(config_file)
+    config = read_json(config_file) if config_file.is_file() else {}
     source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     if source is None:
         return None

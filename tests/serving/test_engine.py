@@ -1,0 +1,289 @@
+"""The engine over a fake device: answers equal their definition whatever else runs, and nothing leaks."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm_jax.errors import RequestError
+from glm_jax.sampling_params import SamplingParams
+from serving.engine import Engine
+from serving.engine_config import EngineConfig
+from serving.request import Request
+from tests.serving.fake_runner import FakeRunner, answer_to
+from tests.serving.tiny_text import EOS, TOKENIZER, weightless_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+def engine(next_token: object = None, **limits: int) -> tuple[Engine, FakeRunner]:
+    config = EngineConfig(**{"block_size": 8, "snapshot_spacing": 64, "max_num_seqs": 4, **limits})  # type: ignore[arg-type]
+    runner = FakeRunner(config.block_size, **({} if next_token is None else {"next_token": next_token}))  # type: ignore[arg-type]
+    return Engine(weightless_model(), config, runner=runner), runner
+
+
+def assert_idle(made: Engine) -> None:
+    stats = made.stats()
+    assert not made.has_work
+    assert stats["running"] == stats["waiting"] == 0
+    assert stats["free_blocks"] == stats["total_blocks"]
+    assert stats["free_state_slots"] == stats["total_state_slots"]
+
+
+def says(text: str) -> object:
+    """A device whose every answer is this text, then end-of-text for ever."""
+    ids = TOKENIZER.encode(text)
+
+    def next_token(tokens: list[int], _: int) -> int:
+        start = len(TOKENIZER.encode("prompt"))
+        done = len(tokens) - start
+        return ids[done] if done < len(ids) else EOS  # type: ignore[return-value]
+
+    return next_token
+
+
+def test_a_request_from_start_to_end() -> None:
+    made, _ = engine()
+    request = made.submit([1, 2, 3], GREEDY)
+    assert request.finish_reason is None and made.stats()["waiting"] == 1
+    made.run_until_idle()
+    assert request.token_ids == answer_to([1, 2, 3], 5)
+    assert request.finish_reason == "length" and request.finished
+    assert request.text == TOKENIZER.decode(request.token_ids)
+    assert request.cached_tokens == {"device": 0, "host": 0, "disk": 0}
+    assert_idle(made)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 4),
+    st.integers(4, 40),
+    st.integers(1, 12),
+)
+def test_any_mixture_of_requests(seed: int, seqs: int, budget: int, blocks: int) -> None:
+    chance = random.Random(seed)
+    made, runner = engine(
+        max_num_seqs=seqs, max_num_batched_tokens=budget, num_gpu_blocks_override=blocks + 5, max_model_len=40
+    )
+    submitted: list[tuple[Request, int]] = []
+    for _ in range(60):
+        action = chance.random()
+        if action < 0.35:
+            prompt = [chance.randrange(300) for _ in range(chance.randint(1, 30))]
+            count = chance.randint(1, 12)
+            sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            submitted.append((made.submit(prompt, sampling), min(count, 40 - len(prompt))))
+        elif action < 0.42 and submitted:
+            made.abort(chance.choice(submitted)[0])
+        else:
+            made.step()
+        stats = made.stats()
+        running = [answer for request, _ in submitted for answer in request.answers if answer.slot >= 0]
+        assert len(running) == stats["running"] <= seqs
+        assert stats["free_state_slots"] == stats["total_state_slots"] - stats["running"]
+    made.run_until_idle()
+    for request, count in submitted:
+        expected = answer_to(request.prompt_token_ids, count)
+        if request.finish_reason == "abort":
+            assert request.token_ids == expected[: len(request.token_ids)]
+        else:
+            assert (request.token_ids, request.finish_reason) == (expected, "length")
+    assert_idle(made)
+    assert len(runner.rows) <= seqs
+
+
+def test_a_step_keeps_to_its_budget_and_starves_nobody() -> None:
+    made, runner = engine(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=200)
+    short = [
+        made.submit([i], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) for i in range(3)
+    ]
+    made.step()
+    long = made.submit(list(range(60)), GREEDY)
+    for step in range(12):
+        made.step()
+        assert all(len(request.token_ids) == step + 2 for request in short)
+    # Three answers take three tokens of each step, five are left for the prompt: 12 steps for 60 tokens.
+    assert len(long.token_ids) == 1
+    assert {size for phase, size in runner.shapes if phase == "prefill"} == {8}
+    made.run_until_idle()
+    assert long.token_ids == answer_to(range(60), 5)
+
+
+def test_chunks_end_on_the_spacing() -> None:
+    made, runner = engine(snapshot_spacing=16, max_num_batched_tokens=64)
+    made.submit(list(range(40)), GREEDY)
+    lengths = []
+    for _ in range(3):
+        made.step()
+        lengths.append(len(runner.rows[0].tokens))
+    assert lengths == [16, 32, 41]
+
+
+def test_requests_wait_for_blocks_in_order() -> None:
+    made, _ = engine(num_gpu_blocks_override=4, max_model_len=32)
+    first = made.submit(list(range(20)), GREEDY)  # 24 positions are run: 3 blocks
+    second = made.submit(list(range(10)), GREEDY)  # 14 positions: 2 blocks, one is free
+    third = made.submit([1], SamplingParams(temperature=0, max_tokens=1))  # would fit, but comes later
+    made.step()
+    assert (made.stats()["running"], made.stats()["waiting"]) == (1, 2)
+    made.run_until_idle()
+    assert [len(r.token_ids) for r in (first, second, third)] == [5, 5, 1]
+    assert_idle(made)
+
+
+def test_no_shape_but_the_warmed_up_ones() -> None:
+    made, runner = engine(max_num_batched_tokens=300, max_num_seqs=3)
+    assert made.warm_up() == len(runner.shapes) == 6
+    warmed = set(runner.shapes)
+    assert warmed == {
+        ("prefill", 64),
+        ("prefill", 256),
+        ("prefill", 300),
+        ("decode", 1),
+        ("decode", 2),
+        ("decode", 3),
+    }
+    for length in (1, 63, 64, 65, 250, 290):
+        made.submit(list(range(length)), GREEDY)
+    made.run_until_idle()
+    assert runner.shapes == warmed
+
+
+def test_seeds_and_choices() -> None:
+    made, _ = engine()
+    sampling = SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True)
+    first, second = made.submit([5], sampling), made.submit([5], sampling)
+    other = made.submit([5], SamplingParams(n=3, max_tokens=6, ignore_eos=True))
+    made.run_until_idle()
+    texts = [answer.token_ids for answer in first.answers]
+    assert texts == [answer.token_ids for answer in second.answers]
+    assert texts == [answer_to([5], 6, seed=8 + index) for index in range(3)]
+    assert texts[0] != other.answers[0].token_ids
+    assert [answer.index for answer in first.answers] == [0, 1, 2]
+
+
+def test_deltas_add_up() -> None:
+    made, _ = engine()
+    request = made.submit("prompt", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    tokens, text, reasons = [], "", []
+    while made.has_work:
+        for delta in made.step():
+            tokens += delta.token_ids
+            text += delta.text
+            reasons.append(delta.finish_reason)
+    assert (tokens, text) == (request.token_ids, request.text)
+    assert reasons == [None] * 39 + ["length"]
+
+
+@pytest.mark.parametrize(
+    ("said", "sampling", "text", "reason", "stop_reason", "count"),
+    [
+        ("hello", {}, "hello", "stop", None, 6),
+        ("hello", {"ignore_eos": True, "max_tokens": 9}, "hello", "length", None, 9),
+        ("hello", {"max_tokens": 3}, "hel", "length", None, 3),
+        ("one Question: two", {"stop": ["Question:", "</s>"]}, "one ", "stop", "Question:", 13),
+        ("one Quest", {"stop": ["Question:"]}, "one Quest", "stop", None, 10),
+        ("one Quest", {"stop": ["Question:"], "max_tokens": 8}, "one Ques", "length", None, 8),
+        ("a. b", {"stop": ".", "include_stop_str_in_output": True}, "a.", "stop", ".", 2),
+        ("a. b", {"stop": ".", "max_tokens": 2}, "a", "stop", ".", 2),
+        ("xyz", {"stop_token_ids": TOKENIZER.encode("y")}, "x", "stop", TOKENIZER.encode("y")[0], 2),
+        (
+            "xyz",
+            {"stop_token_ids": TOKENIZER.encode("y"), "include_stop_str_in_output": True},
+            "xy",
+            "stop",
+            TOKENIZER.encode("y")[0],
+            2,
+        ),
+        ("x", {"ignore_eos": True, "stop_token_ids": [EOS]}, "x", "stop", EOS, 2),
+        ("\U0001f600", {"max_tokens": 2}, "�", "length", None, 2),
+        (
+            "x",
+            {"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 2},
+            "x<|endoftext|>",
+            "length",
+            None,
+            2,
+        ),
+    ],
+)
+def test_ends(said: str, sampling: dict, text: str, reason: str, stop_reason: object, count: int) -> None:
+    made, _ = engine(says(said))
+    request = made.submit("prompt", SamplingParams(temperature=0, **{"max_tokens": 50, **sampling}))
+    shown = ""
+    while made.has_work:
+        shown += "".join(delta.text for delta in made.step())
+    assert (request.text, request.finish_reason, request.stop_reason) == (text, reason, stop_reason)
+    assert len(request.token_ids) == count
+    assert shown == request.text
+    assert_idle(made)
+
+
+def test_every_end_token_counts() -> None:
+    made, _ = engine(lambda tokens, _: 7 if len(tokens) == 4 else 50)
+    made._model_config = weightless_model(eos_token_ids=(3, 7)).config
+    request = made.submit([1, 2], SamplingParams(temperature=0, max_tokens=9))
+    made.run_until_idle()
+    assert (len(request.token_ids), request.finish_reason) == (3, "stop")
+
+
+def test_the_answer_fills_the_context_at_most() -> None:
+    made, _ = engine(max_model_len=32)
+    for asked in (None, 100, 22):
+        request = made.submit(
+            list(range(10)), SamplingParams(temperature=0, max_tokens=asked, ignore_eos=True)
+        )
+        made.run_until_idle()
+        assert (len(request.token_ids), request.finish_reason) == (22, "length")
+    last = made.submit(list(range(31)), SamplingParams(temperature=0, ignore_eos=True))
+    made.run_until_idle()
+    assert last.token_ids == answer_to(range(31), 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "The decoder prompt cannot be empty"),
+        ("", "The decoder prompt cannot be empty"),
+        ([0, 300], r"token id 300 is outside the vocabulary \[0, 300\)"),
+        ([-1], r"token id -1 is outside the vocabulary"),
+        (list(range(32)), "maximum context length is 32 tokens. However, your prompt contains 32 tokens"),
+        ("x" * 50, "your prompt contains 50 tokens"),
+        ([1.5], "list of integer token ids"),
+        ([True], "list of integer token ids"),
+        ([[1], [2]], "list of integer token ids"),
+    ],
+)
+def test_bad_prompts_change_nothing(prompt: object, message: str) -> None:
+    made, _ = engine(max_model_len=32)
+    with pytest.raises(RequestError, match=message):
+        made.submit(prompt)  # type: ignore[arg-type]
+    assert_idle(made)
+
+
+def test_a_model_without_a_tokenizer_takes_ids_only() -> None:
+    model = weightless_model()
+    model.tokenizer = None
+    made = Engine(model, EngineConfig(block_size=8), runner=FakeRunner(8))
+    request = made.submit([1], GREEDY)
+    made.run_until_idle()
+    assert request.token_ids == answer_to([1], 5) and request.text == ""
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        made.submit("text")
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        made.submit([1], SamplingParams(stop="x"))
+
+
+def test_abort_at_any_moment() -> None:
+    made, _ = engine(max_num_seqs=1)
+    running, waiting = made.submit([1], GREEDY), made.submit([2], GREEDY)
+    made.step()
+    made.abort(waiting)
+    assert waiting.finish_reason == "abort" and not waiting.token_ids
+    made.abort(running)
+    assert running.finish_reason == "abort" and len(running.token_ids) == 1
+    assert_idle(made)
+    made.abort(running)
+    assert_idle(made)
