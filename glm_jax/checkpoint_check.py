@@ -11,7 +11,7 @@ from glm_jax.parameter_layers import abstract
 from glm_jax.parameter_spec import SCALE_SUFFIX, ParameterSpec, block_grid, is_spec, named_leaves
 from glm_jax.safetensors_file import CheckpointError, TensorEntry, listed
 
-_FLOAT_DTYPES = ("BF16", "F16", "F32")
+_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ def load(
     if dtype is not None:
         if str(dtype) not in LOAD_DTYPES:
             raise ValueError(f"dtype={dtype!r}: supported are {list(LOAD_DTYPES)} and None")
-        if dtype == "float64" and not jax.config.jax_enable_x64:
+        if dtype == "float64" and not jax.config.read("jax_enable_x64"):
             raise ValueError("dtype='float64' needs jax.config.update('jax_enable_x64', True) before loading")
     folder = locate(path)
     if (folder / ORBAX_FOLDER).is_dir():

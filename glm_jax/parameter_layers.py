@@ -1,7 +1,10 @@
 """`abstract`: the parameter tree of a configuration with a `ParameterSpec` at every leaf.
 
-Names and shapes are those of the released checkpoint (MODEL.md b).
+Names and shapes are those of the released checkpoint (MODEL.md b). The functions that make one leaf return
+`Any`: the tree's fields are typed as arrays, which is what every other tree has there.
 """
+
+from typing import Any
 
 from glm_jax.config import Config
 from glm_jax.parameter_spec import DiskDtype, Initializer, ParameterSpec, Source
@@ -40,19 +43,19 @@ def _plain(
     initializer: Initializer = "normal",
     *,
     dtype: DiskDtype = "BF16",
-) -> ParameterSpec:
+) -> Any:
     """A leaf that is exactly one disk tensor."""
     island = dtype == "F32"
     return ParameterSpec(shape, dtype, axes, (Source(name, shape),), initializer, float32_island=island)
 
 
-def _norm(name: str, size: int, axis: str = "embed") -> ParameterSpec:
+def _norm(name: str, size: int, axis: str = "embed") -> Any:
     return _plain(name, (size,), (axis,), "ones")
 
 
 def _linear(
     config: Config, name: str, shape: tuple[int, int], axes: tuple[str, str], *, block_scaled: bool = False
-) -> ParameterSpec:
+) -> Any:
     """A projection `[out, in]`, fp8 in a quantised checkpoint where `block_scaled`."""
     return _projection(config, shape, axes, (Source(f"{name}.weight", shape),), block_scaled=block_scaled)
 
@@ -64,7 +67,7 @@ def _projection(
     sources: tuple[Source, ...],
     *,
     block_scaled: bool = False,
-) -> ParameterSpec:
+) -> Any:
     dtype: DiskDtype = "F8_E4M3" if block_scaled and config.quantization else "BF16"
     return ParameterSpec(shape, dtype, axes, sources, block_scaled=block_scaled)
 
@@ -119,16 +122,7 @@ def _kda(config: Config, prefix: str) -> Kda:
             ("stack", "kda_channels", "embed"),
             _stacked(tuple(f"{prefix}{part}_proj.weight" for part in "qkv"), (channels, hidden)),
         ),
-        conv=ParameterSpec(
-            (3, channels, taps),
-            "BF16",
-            ("stack", "kda_channels", "taps"),
-            _stacked(
-                tuple(f"{prefix}{part}_conv1d.weight" for part in "qkv"),
-                (channels, taps),
-                (channels, 1, taps),
-            ),
-        ),
+        conv=_conv(prefix, channels, taps),
         fg_a=_projection(
             config,
             (2, dim, hidden),
@@ -145,21 +139,28 @@ def _kda(config: Config, prefix: str) -> Kda:
     )
 
 
+def _conv(prefix: str, channels: int, taps: int) -> Any:
+    """The three depthwise convolutions, without the disk's axis of one input channel a group."""
+    names = tuple(f"{prefix}{part}_conv1d.weight" for part in "qkv")
+    sources = _stacked(names, (channels, taps), (channels, 1, taps))
+    return ParameterSpec((3, channels, taps), "BF16", ("stack", "kda_channels", "taps"), sources)
+
+
 def _mla(config: Config, prefix: str, *, own_indexer: bool) -> Mla:
     hidden, heads = config.hidden_size, config.num_heads
     q_rank, rank, qk, v = config.q_lora_rank, config.kv_lora_rank, config.qk_head_dim, config.v_head_dim
     fused, view = (heads * (qk + v), rank), (heads, qk + v, rank)
     kv_b = f"{prefix}kv_b_proj.weight"
 
-    def bias(name: str, size: int, axis: str) -> ParameterSpec | None:
+    def bias(name: str, size: int, axis: str) -> Any:
         if not config.attention_bias:
             return None
         return _plain(f"{prefix}{name}.bias", (size,), (axis,), "zeros")
 
-    def scaled(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParameterSpec:
+    def scaled(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Any:
         return _linear(config, prefix + name, shape, axes, block_scaled=True)
 
-    def half(size: int, part: slice) -> ParameterSpec:
+    def half(size: int, part: slice) -> Any:
         source = Source(kv_b, fused, view=view, disk_index=(slice(None), part))
         return ParameterSpec((heads, size, rank), "BF16", ("mla_heads", "mla_dim", "kv_lora"), (source,))
 

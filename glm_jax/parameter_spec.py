@@ -14,7 +14,7 @@ from glm_jax.config_schema import FP8_BLOCK
 
 DiskDtype = Literal["F8_E4M3", "BF16", "F32"]
 Initializer = Literal["ones", "zeros", "normal", "embedding", "decay_rate", "decay_time"]
-DTYPE_BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
+DTYPE_BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 SCALE_SUFFIX = "_scale_inv"
 
 

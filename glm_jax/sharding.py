@@ -112,7 +112,7 @@ def partition_specs(config: Config, params: Any, rules: Rules = TENSOR_PARALLEL)
     """
 
     def of_leaf(spec: ParameterSpec, leaf: Any) -> Any:
-        mesh_axes = partition_spec(spec, rules)
+        mesh_axes: Any = partition_spec(spec, rules)
         return BlockScaled(mesh_axes, mesh_axes) if isinstance(leaf, BlockScaled) else mesh_axes
 
     specs = abstract(config)
