@@ -4,13 +4,13 @@ The only place that reads config.json's field names. Absent fields take the defa
 `Glm5NextTextConfig`; fields whose value would need code that does not exist are refused by name.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from glm_jax.config_schema import FP8_BLOCK, Config, ConfigError, VisionConfig, refuse
+from glm_jax.config_section import Section, read_json
 
 __all__ = ["Config", "ConfigError", "VisionConfig", "load_config", "read_json"]
 
@@ -57,80 +57,15 @@ def load_config(path_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> Con
     if isinstance(path_or_dict, Mapping):
         return _from_mapping(path_or_dict)
     path = Path(path_or_dict)
-    folder = path if path.is_dir() else path.parent
-    raw = read_json(path / "config.json" if path.is_dir() else path)
-    generation = folder / "generation_config.json"
-    extra = (
-        _token_ids("eos_token_id", read_json(generation).get("eos_token_id")) if generation.is_file() else ()
-    )
-    return _from_mapping(raw, extra)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON file that must hold an object.
-
-    Raises:
-        ConfigError: it is not valid JSON or not an object.
-        FileNotFoundError: there is no such file.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
-
-
-class _Section:
-    """Typed reads from one level of the file, each naming its field when it refuses."""
-
-    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
-        self.values, self.prefix = values, prefix
-
-    def integer(self, name: str, default: int, minimum: int = 1) -> int:
-        value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise refuse(self.prefix + name, value, f"an integer of at least {minimum}")
-        return value
-
-    def number(self, name: str, default: float | None, *, positive: bool = True) -> float:
-        value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or (positive and not value > 0):
-            raise refuse(self.prefix + name, value, "a positive number" if positive else "a number")
-        return float(value)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.values.get(name, default)
-        if not isinstance(value, bool):
-            raise refuse(self.prefix + name, value, "true or false")
-        return value
-
-    def names(self, name: str, mapping: Mapping[str, str]) -> tuple[Any, ...] | None:
-        """A list of words translated by `mapping`; None when absent or null."""
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, str | list | tuple):
-            raise refuse(self.prefix + name, value, f"a list of {sorted(mapping)}")
-        for position, word in enumerate(value):
-            if word not in mapping:
-                raise refuse(f"{self.prefix}{name}[{position}]", word, f"one of {sorted(mapping)}")
-        return tuple(mapping[word] for word in value)
-
-    def section(self, name: str) -> "_Section | None":
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise refuse(self.prefix + name, value, "an object")
-        return _Section(value, f"{self.prefix}{name}.")
+    if not path.is_dir():
+        return _from_mapping(read_json(path))
+    raw, generation = read_json(path / "config.json"), path / "generation_config.json"
+    extra = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    return _from_mapping(raw, _token_ids("eos_token_id", extra))
 
 
 def _from_mapping(raw: Mapping[str, Any], extra_eos: tuple[int, ...] = ()) -> Config:
-    top = _Section(raw)
+    top = Section(raw)
     model_type = raw.get("model_type")
     if model_type not in (MODEL_TYPE, TEXT_MODEL_TYPE):
         raise refuse("model_type", model_type, f"{MODEL_TYPE!r} or {TEXT_MODEL_TYPE!r}")
@@ -148,7 +83,7 @@ def _from_mapping(raw: Mapping[str, Any], extra_eos: tuple[int, ...] = ()) -> Co
         raise refuse(
             "num_key_value_heads", text.values["num_key_value_heads"], f"num_attention_heads={heads}"
         )
-    linear = text.section("linear_attn_config") or _Section({})
+    linear = text.section("linear_attn_config") or Section({})
     return Config(
         vocab_size=text.integer("vocab_size", 154880),
         hidden_size=text.integer("hidden_size", 4096),
@@ -197,11 +132,11 @@ def _from_mapping(raw: Mapping[str, Any], extra_eos: tuple[int, ...] = ()) -> Co
     )
 
 
-def _aliased(section: _Section, name: str, alias: str, default: int) -> int:
+def _aliased(section: Section, name: str, alias: str, default: int) -> int:
     return section.integer(name if name in section.values or alias not in section.values else alias, default)
 
 
-def _layer_kinds(text: _Section, num_layers: int) -> tuple[Any, ...]:
+def _layer_kinds(text: Section, num_layers: int) -> tuple[Any, ...]:
     explicit = text.names("layer_types", _ATTENTION_KINDS)
     if explicit is not None:
         return explicit
@@ -227,7 +162,7 @@ def _layer_kinds(text: _Section, num_layers: int) -> tuple[Any, ...]:
     return tuple("kda" if layer in kda_set else "mla" for layer in range(num_layers))
 
 
-def _mlp_kinds(text: _Section, num_layers: int) -> tuple[Any, ...]:
+def _mlp_kinds(text: Section, num_layers: int) -> tuple[Any, ...]:
     explicit = text.names("mlp_layer_types", _MLP_KINDS)
     if explicit is not None:
         return explicit
@@ -235,7 +170,7 @@ def _mlp_kinds(text: _Section, num_layers: int) -> tuple[Any, ...]:
     return ("dense",) * dense + ("moe",) * (num_layers - dense)
 
 
-def _indexer_kinds(text: _Section, layer_kinds: tuple[str, ...]) -> tuple[Any, ...]:
+def _indexer_kinds(text: Section, layer_kinds: tuple[str, ...]) -> tuple[Any, ...]:
     """`indexer_types`, else `index_topk_pattern`, else transformers' frequency rule; None on KDA layers."""
     kinds = text.names("indexer_types", _INDEXER_KINDS)
     name = "indexer_types"
@@ -253,7 +188,7 @@ def _indexer_kinds(text: _Section, layer_kinds: tuple[str, ...]) -> tuple[Any, .
     return tuple(kind if layer == "mla" else None for kind, layer in zip(kinds, layer_kinds, strict=True))
 
 
-def _gate_lower_bound(text: _Section) -> float | None:
+def _gate_lower_bound(text: Section) -> float | None:
     """The forget gate's bound, or None for the softplus gate.
 
     transformers: `linear_attn_config.gate_lower_bound` overrides `linear_lower_bound` (default -5), and with
@@ -281,16 +216,16 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _eos_token_ids(top: _Section, text: _Section, extra: tuple[int, ...]) -> tuple[int, ...]:
+def _eos_token_ids(top: Section, text: Section, extra: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_token_ids("eos_token_id", _first(text, top, "eos_token_id")) + extra))
 
 
-def _first(text: _Section, top: _Section, name: str) -> Any:
+def _first(text: Section, top: Section, name: str) -> Any:
     """The text section's value, else the top level's, which carries it in some released configurations."""
     return text.values[name] if text.values.get(name) is not None else top.values.get(name)
 
 
-def _dtype(top: _Section, text: _Section) -> str:
+def _dtype(top: Section, text: Section) -> str:
     for section in (text, top):
         for name in ("dtype", "torch_dtype"):
             value = section.values.get(name)
@@ -301,7 +236,7 @@ def _dtype(top: _Section, text: _Section) -> str:
     return "bfloat16"
 
 
-def _quantization(top: _Section, text: _Section) -> int | None:
+def _quantization(top: Section, text: Section) -> int | None:
     section = top.section("quantization_config") or text.section("quantization_config")
     if section is None:
         return None
@@ -314,7 +249,7 @@ def _quantization(top: _Section, text: _Section) -> int | None:
     return FP8_BLOCK
 
 
-def _vision(top: _Section) -> VisionConfig | None:
+def _vision(top: Section) -> VisionConfig | None:
     section = top.section("vision_config")
     if section is None:
         return None
