@@ -9,12 +9,16 @@ expert's output; the weighted sum over k is taken in at least float32 and rounde
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_scaled import dequantize_blocks, round_activations
 from pallas_kernels.dispatch import resolve
+from pallas_kernels.expert_tiles import expert_tiles
+from pallas_kernels.float8_blocks import dequantize_blocks, round_activations
+from pallas_kernels.grouped_mlp_kernel import grouped_mlp_triton, supports
+from pallas_kernels.swiglu import clamped_swiglu
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 # With few experts, running every one of them on all tokens costs a small factor in arithmetic and needs
@@ -24,13 +28,6 @@ _LARGEST_TILE = 128
 
 Weight = tuple[jax.Array, jax.Array | None]  # values and their scales, None for a plain weight
 _Expert = Callable[[jax.Array, Weight, Weight], jax.Array]
-
-
-def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """silu(min(gate, limit)) * clip(up, -limit, limit), any shape; silu inside in at least float32."""
-    accumulate = jnp.promote_types(gate.dtype, jnp.float32)
-    activated = jax.nn.silu(jnp.minimum(gate, limit).astype(accumulate)).astype(gate.dtype)
-    return activated * jnp.clip(up, -limit, limit)
 
 
 def grouped_mlp(
@@ -57,10 +54,12 @@ def grouped_mlp(
     """
     weights = (gate_up, gate_up_scales), (down, down_scales)
     _check(x, expert_ids, expert_weights, *weights, quantize_activations)
-    resolve(implementation)
-    return grouped_mlp_reference(
-        x, expert_ids, expert_weights, *weights, limit=limit, quantize_activations=quantize_activations
-    )
+    chosen = resolve(implementation, supported=supports(x, *weights))
+    options: dict[str, Any] = {"limit": limit, "quantize_activations": quantize_activations}
+    if chosen == "xla":
+        return grouped_mlp_reference(x, expert_ids, expert_weights, *weights, **options)
+    interpret = chosen == "interpret"
+    return grouped_mlp_triton(x, expert_ids, expert_weights, *weights, **options, interpret=interpret)
 
 
 def grouped_mlp_reference(
@@ -117,7 +116,7 @@ def _sorted_tiles(
     experts = gate_up[0].shape[0]
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     tile = min(_LARGEST_TILE, max(8, 1 << (tokens * k // experts).bit_length()))
-    sources, tile_experts = sort_into_tiles(expert_ids.reshape(-1), experts, tile)
+    tiles = expert_tiles(expert_ids.reshape(-1), experts, tile)
 
     def step(outputs: jax.Array, tile_inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         index, source = tile_inputs
@@ -127,35 +126,9 @@ def _sorted_tiles(
         return outputs.at[source].set(expert(rows, *weights), mode="drop"), None
 
     outputs = jnp.zeros((tokens * k, x.shape[1]), x.dtype)
-    outputs = jax.lax.scan(step, outputs, (tile_experts, sources.reshape(-1, tile)))[0]
+    outputs = jax.lax.scan(step, outputs, (tiles.experts, tiles.sources.reshape(-1, tile)))[0]
     weights = jnp.where(expert_ids >= 0, expert_weights.astype(accumulate), 0)
     return (outputs.reshape(tokens, k, -1).astype(accumulate) * weights[..., None]).sum(axis=1)
-
-
-def sort_into_tiles(expert_ids: jax.Array, experts: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Groups choices by expert, every expert's group padded to whole tiles.
-
-    expert_ids: [choices] int32, -1 for none. Returns (sources [tiles * tile] int32, the index of the choice
-    in that row, `choices` where the row is padding; tile_experts [tiles] int32, -1 where the tile is empty).
-    The order within an expert is that of the choices. `tiles` is static: enough for any routing.
-    """
-    choices = expert_ids.shape[0]
-    tiles = -(-choices // tile) + min(experts, choices)
-    real = expert_ids >= 0
-    bucket = jnp.where(real, expert_ids, experts)
-    counts = jnp.zeros(experts + 1, jnp.int32).at[bucket].add(1)[:experts]
-    padded = (counts + tile - 1) // tile * tile
-    ends = jnp.cumsum(padded)
-    order = jnp.argsort(bucket, stable=True).astype(jnp.int32)
-    sorted_bucket = bucket[order]
-    first = jnp.append(jnp.cumsum(counts) - counts, 0)
-    start = jnp.append(ends - padded, tiles * tile)
-    rank = jnp.arange(choices, dtype=jnp.int32) - first[sorted_bucket]
-    destination = jnp.where(sorted_bucket < experts, start[sorted_bucket] + rank, tiles * tile)
-    sources = jnp.full(tiles * tile, choices, jnp.int32).at[destination].set(order, mode="drop")
-    starts = jnp.arange(tiles, dtype=jnp.int32) * tile
-    owner = jnp.searchsorted(ends, starts, side="right").astype(jnp.int32)
-    return sources, jnp.where(starts < ends[-1], owner, -1)
 
 
 def _expert(

@@ -19,7 +19,8 @@ def gumbel(
     seeds, choices, positions: [...] integers (their low 32 bits count); vocabulary_ids: [vocabulary]
     integers. Returns [..., vocabulary]; every value is finite.
     """
-    return noise_of_words(*(word[..., None] for word in row_keys(seeds, choices, positions)), vocabulary_ids)
+    first, second = row_keys(seeds, choices, positions)
+    return noise_of_words(first[..., None], second[..., None], vocabulary_ids)
 
 
 def row_keys(seeds: jax.Array, choices: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

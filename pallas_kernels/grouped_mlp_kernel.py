@@ -1,0 +1,250 @@
+"""The routed experts on Pallas-Triton: gate and up with the activation, down, then the weighted sum.
+
+Choices are laid out in tiles of one expert (expert_tiles.py). A tile reads its expert's number from a table
+and leaves at once when it is empty, so the grid is static for any routing. The weighted sum gathers every
+token's k rows in slot order: deterministic, without atomics.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton
+from pallas_kernels.expert_tiles import ExpertTiles, expert_tiles
+from pallas_kernels.float8_blocks import BLOCK, FLOAT8, quantize_activations
+from pallas_kernels.matmul_tile import (
+    Tile,
+    addressable,
+    load_scale,
+    multiplies_float8,
+    quantize_rows,
+    tile_of_program,
+    tile_product,
+)
+from pallas_kernels.swiglu import clamped_swiglu
+
+Weight = tuple[jax.Array, jax.Array | None]
+_SMALL_TILE = 32  # up to here rows are quantised where they are loaded, else once beforehand
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the experts run on one platform. Both tiles have the same rows; the first one's columns are those
+    of gate and of up. float8_dots: multiply float8 operands as such, else as bfloat16."""
+
+    gate_up: Tile
+    down: Tile
+    float8_dots: bool
+
+
+def supports(x: jax.Array, gate_up: Weight, down: Weight) -> bool:
+    """bfloat16 rows; weights in bfloat16 or float8; both dimensions multiples of 128."""
+    _, _, inner, dim = gate_up[0].shape
+    dtypes = {gate_up[0].dtype, down[0].dtype}
+    return (
+        x.dtype == jnp.bfloat16
+        and dtypes in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(FLOAT8)})
+        and dim % BLOCK == 0
+        and inner % BLOCK == 0
+        and addressable(gate_up[0])
+        and addressable(down[0])
+    )
+
+
+def cuda_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
+    """Tiles for NVIDIA: narrow ones stream weights for few rows, wide ones fill the tensor cores."""
+    rows = _tile_rows(choices, experts)
+    depth = BLOCK if float8 else BLOCK // 2
+    if rows <= _SMALL_TILE:
+        columns = 64 if inner >= 1024 else 32
+        launch = triton.Launch(num_warps=4, num_stages=3)
+        return Plan(Tile(rows, columns, BLOCK, 1, launch), Tile(rows, 64, BLOCK, 1, launch), True)
+    launch = triton.Launch(num_warps=8 if rows == 128 else 4, num_stages=3)
+    return Plan(Tile(rows, 128, depth, 2, launch), Tile(rows, 128, depth, 2, launch), True)
+
+
+def rocm_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
+    """Tiles for AMD: one stage, at most 64 KiB of LDS (gfx942's limit), 4 warps of 64 lanes."""
+    rows = min(64, _tile_rows(choices, experts))
+    launch = triton.Launch(num_warps=4, num_stages=1)
+    if rows <= _SMALL_TILE:
+        return Plan(Tile(rows, 64, BLOCK, 1, launch), Tile(rows, 64, BLOCK, 1, launch), multiplies_float8())
+    return Plan(Tile(rows, 128, 64, 2, launch), Tile(rows, 128, 64, 2, launch), multiplies_float8())
+
+
+def _tile_rows(choices: int, experts: int) -> int:
+    an_expert = choices / min(experts, choices)
+    return 16 if an_expert <= 16 else 32 if an_expert <= 32 else 64 if an_expert <= 128 else 128
+
+
+def grouped_mlp_triton(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    limit: float,
+    quantize_activations: bool,
+    interpret: bool = False,
+    plan: Plan | None = None,
+) -> jax.Array:
+    """`grouped_mlp` with kernels; `plan` overrides the platform's own (for tuning and tests)."""
+    run = partial(_run, limit=limit, quantized=quantize_activations, interpret=interpret)
+    arrays: tuple[Any, ...] = (x, expert_ids, expert_weights, gate_up, down)
+    if plan is not None:
+        return run(plan, *arrays)
+    sizes = (expert_ids.size, gate_up[0].shape[0], gate_up[0].shape[2], gate_up[1] is not None)
+    if interpret:
+        return run(cuda_plan(*sizes), *arrays)
+    return triton.per_platform(run, *arrays, cuda=cuda_plan(*sizes), rocm=rocm_plan(*sizes))
+
+
+def _run(
+    plan: Plan,
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    limit: float,
+    quantized: bool,
+    interpret: bool,
+) -> jax.Array:
+    tokens, k = expert_ids.shape
+    experts, _, inner, dim = gate_up[0].shape
+    tiles = expert_tiles(expert_ids.reshape(-1), experts, plan.gate_up.rows)
+    early = quantized and plan.gate_up.rows > _SMALL_TILE
+    product = partial(_expert_product, tiles=tiles, interpret=interpret)
+    dot_dtype = jnp.dtype(FLOAT8 if quantized and plan.float8_dots else x.dtype)
+    hidden = product(
+        plan.gate_up,
+        quantize_activations(x) if early else (x, None),
+        gate_up,
+        Product(inner, dot_dtype, quantized and not early, slots=k, limit=limit, quantize_out=early),
+    )
+    out, _ = product(plan.down, hidden, down, Product(dim, dot_dtype, quantized and not early))
+    return combine(out, tiles.destinations.reshape(tokens, k), expert_weights, interpret=interpret)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What one launch computes: `columns` results a row. quantize_rows: round rows to float8 as they are
+    loaded. slots: rows are gathered, row = choice // slots, and weights are gate and up halves joined by the
+    activation with `limit`; None: rows are those of the tiles. quantize_out: results become float8."""
+
+    columns: int
+    dot_dtype: jnp.dtype
+    quantize_rows: bool
+    slots: int | None = None
+    limit: float = 0.0
+    quantize_out: bool = False
+
+
+def _expert_product(
+    tile: Tile, rows: Weight, weights: Weight, product: Product, *, tiles: ExpertTiles, interpret: bool
+) -> Weight:
+    """One product of every tile with its expert's weights: [tiles * rows, columns], and scales if float8."""
+    inputs = {"rows": rows[0], "row_scales": rows[1], "weights": weights[0], "weight_scales": weights[1]}
+    inputs |= {"sources": tiles.sources, "experts": tiles.experts}
+    inputs = {name: array for name, array in inputs.items() if array is not None}
+    row_tiles = tiles.experts.shape[0]
+    shape = (row_tiles * tile.rows, product.columns)
+    outputs = {"out": jax.ShapeDtypeStruct(shape, FLOAT8 if product.quantize_out else jnp.bfloat16)}
+    if product.quantize_out:
+        outputs["out_scales"] = jax.ShapeDtypeStruct((shape[0], shape[1] // BLOCK), jnp.float32)
+    call = triton.pallas_call(
+        partial(_expert_product_kernel, (*inputs, *outputs), tile, product),
+        out_shape=tuple(outputs.values()),
+        grid=(triton.cdiv(row_tiles, tile.group) * tile.group * (product.columns // tile.columns),),
+        cuda=tile.launch,
+        rocm=tile.launch,
+        interpret=interpret,
+        name="expert_down" if product.slots is None else "expert_gate_up",
+    )
+    results = call(*inputs.values())
+    return results[0], results[1] if product.quantize_out else None
+
+
+def _expert_product_kernel(names: tuple[str, ...], tile: Tile, product: Product, *refs: Any) -> None:
+    ref = dict(zip(names, refs, strict=True))
+    row_tile, column_tile = tile_of_program(triton.program_id(0), product.columns // tile.columns, tile.group)
+    last = ref["experts"].shape[0] - 1
+    expert = jnp.where(row_tile <= last, ref["experts"][jnp.minimum(row_tile, last)], -1)
+
+    @pl.when(expert >= 0)
+    def _() -> None:
+        own_rows = pl.ds(row_tile * tile.rows, tile.rows)
+        column = column_tile * tile.columns
+        gathers = product.slots is not None
+        index: Any = own_rows
+        if gathers:
+            # The source of a padding row is past the end: it computes the last token again, unused.
+            index = jnp.minimum(ref["sources"][own_rows] // product.slots, ref["rows"].shape[0] - 1)
+
+        def load_rows(start: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            values = ref["rows"][index, pl.ds(start, tile.inner)]
+            if product.quantize_rows:
+                return quantize_rows(values)
+            return values, ref["row_scales"][index, start // BLOCK] if "row_scales" in ref else None
+
+        def load_weights(start: jax.Array, half: int) -> tuple[jax.Array, jax.Array | None]:
+            place = (expert, half) if gathers else (expert,)
+            values = ref["weights"][(*place, pl.ds(column, tile.columns), pl.ds(start, tile.inner))]
+            if "weight_scales" not in ref:
+                return values, None
+            return values, load_scale(ref["weight_scales"], place, column, start, tile.columns)
+
+        results = tile_product(
+            tile,
+            ref["rows"].shape[1],
+            load_rows,
+            load_weights,
+            halves=2 if gathers else 1,
+            dot_dtype=product.dot_dtype,
+        )
+        # Rounded where the reference rounds: the products, then the activation.
+        out = results[0].astype(jnp.bfloat16)
+        if gathers:
+            out = clamped_swiglu(out, results[1].astype(jnp.bfloat16), product.limit)
+        if product.quantize_out:
+            out, scales = quantize_rows(out)
+            ref["out_scales"][own_rows, column // BLOCK] = scales
+        ref["out"][own_rows, pl.ds(column, tile.columns)] = out
+
+
+def combine(out: jax.Array, rows: jax.Array, weights: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Weighted sums of rows in slot order, in float32.
+
+    out: [all rows, dim]; rows: [tokens, k] int32, past the end for a slot that takes no part; weights:
+    [tokens, k]. Returns [tokens, dim] in out.dtype.
+    """
+    tokens, k = rows.shape
+    dim = out.shape[1]
+    columns = min(1024, dim & -dim)
+
+    def kernel(out_ref: Any, rows_ref: Any, weights_ref: Any, result_ref: Any) -> None:
+        token = triton.program_id(0)
+        span = pl.ds(triton.program_id(1) * columns, columns)
+        total = jnp.zeros((columns,), jnp.float32)
+        for slot in range(k):
+            row = rows_ref[token, slot]
+            value = out_ref[jnp.minimum(row, out.shape[0] - 1), span].astype(jnp.float32)
+            total += jnp.where(row < out.shape[0], value * weights_ref[token, slot], 0.0)
+        result_ref[token, span] = total.astype(out.dtype)
+
+    launch = triton.Launch(num_warps=4, num_stages=1)
+    return triton.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((tokens, dim), out.dtype),
+        grid=(tokens, dim // columns),
+        cuda=launch,
+        rocm=launch,
+        interpret=interpret,
+        name="expert_combine",
+    )(out, rows, weights.astype(jnp.float32))
