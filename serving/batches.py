@@ -41,8 +41,8 @@ def prefill_batch(chunks: Sequence[Chunk], scheduler: Scheduler, tokens: int) ->
     lengths = np.array([chunk.length for chunk in chunks], np.int32)
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     real = int(lengths.sum())
-    current = [c.answer.prompt[c.start : c.start + c.length] for c in chunks]
-    following = [_padded(c.answer.prompt[c.start + 1 :][: c.length], c.length, -1) for c in chunks]
+    current = [c.answer.request.prompt[c.start : c.start + c.length] for c in chunks]
+    following = [_padded(c.answer.request.prompt[c.start + 1 :][: c.length], c.length, -1) for c in chunks]
     slots = np.array([chunk.answer.slot for chunk in chunks], np.int32)
     states = scheduler.state_slot[slots]
     cu_seqlens = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
@@ -60,7 +60,7 @@ def prefill_batch(chunks: Sequence[Chunk], scheduler: Scheduler, tokens: int) ->
         snapshot_slots=_padded(NO_IDS, rows, -1),
         request_slots=_padded(slots, rows, -1),
         sample=_padded(np.array([chunk.last for chunk in chunks], bool), rows, False),
-        limits=_padded(np.array([chunk.answer.limit for chunk in chunks], np.int32), rows, 0),
+        limits=_padded(np.array([chunk.answer.request.limit for chunk in chunks], np.int32), rows, 0),
         sampling=sampling_rows([chunk.answer for chunk in chunks], rows),
     )
 
@@ -72,7 +72,7 @@ def decode_batch(answers: Sequence[Answer], scheduler: Scheduler, rows: int) -> 
         block_tables=_padded(scheduler.block_tables[slots], rows, -1),
         state_slots=_padded(scheduler.state_slot[slots], rows, -1),
         request_slots=_padded(slots, rows, -1),
-        limits=_padded(np.array([answer.limit for answer in answers], np.int32), rows, 0),
+        limits=_padded(np.array([answer.request.limit for answer in answers], np.int32), rows, 0),
         publish_positions=_padded(NO_IDS, rows, -1),
         publish_slots=_padded(NO_IDS, rows, -1),
         sampling=sampling_rows(answers, rows),
@@ -81,7 +81,7 @@ def decode_batch(answers: Sequence[Answer], scheduler: Scheduler, rows: int) -> 
 
 def sampling_rows(answers: Sequence[Answer], rows: int) -> SamplingRows:
     """Padding rows are greedy."""
-    params = [answer.sampling for answer in answers]
+    params = [answer.request.sampling for answer in answers]
 
     def column(values: list[float] | list[int], dtype: type, fill: float = 0) -> Any:
         return _padded(np.array(values, dtype), rows, fill)
@@ -91,7 +91,7 @@ def sampling_rows(answers: Sequence[Answer], rows: int) -> SamplingRows:
         top_k=column([p.top_k for p in params], np.int32),
         top_p=column([p.top_p for p in params], np.float32, 1),
         min_p=column([p.min_p for p in params], np.float32),
-        seeds=column([answer.seed for answer in answers], np.uint32),
+        seeds=column([answer.request.seed for answer in answers], np.uint32),
         choices=column([answer.index for answer in answers], np.int32),
     )
 

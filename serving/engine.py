@@ -59,7 +59,6 @@ class Engine:
         )
         self._token_buckets = batches.token_buckets(self.config.max_num_batched_tokens)
         self._row_buckets = batches.row_buckets(self.config.max_num_seqs)
-        self._requests: dict[Answer, Request] = {}
         self._generated = self._prompted = self._steps = 0
 
     # --- requests -----------------------------------------------------------------------------------
@@ -75,26 +74,22 @@ class Engine:
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         if sampling.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this checkpoint has none", "stop")
-        seed = secrets.randbits(32) if sampling.seed is None else _fold(sampling.seed)
-        answers = tuple(
-            Answer(
-                prompt=tokens,
-                sampling=sampling,
-                index=index,
-                seed=seed,
-                limit=len(tokens) + max_tokens - 1,
-                processor=AnswerProcessor(
-                    sampling, self._model_config.eos_token_ids, max_tokens, self.tokenizer
-                ),
-            )
+        request = Request(
+            prompt=tokens,
+            sampling=sampling,
+            seed=secrets.randbits(32) if sampling.seed is None else _fold(sampling.seed),
+            limit=len(tokens) + max_tokens - 1,
+        )
+        eos = self._model_config.eos_token_ids
+        request.answers = tuple(
+            Answer(request, index, AnswerProcessor(sampling, eos, max_tokens, self.tokenizer))
             for index in range(sampling.n)
         )
-        return Request(tokens.tolist(), sampling, answers)
+        return request
 
     def add(self, request: Request) -> None:
         """Queues a prepared request."""
         for answer in request.answers:
-            self._requests[answer] = request
             self._scheduler.add(answer)
 
     def submit(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> Request:
@@ -110,13 +105,13 @@ class Engine:
         for answer in request.answers:
             if answer.status is not Status.FINISHED:
                 answer.processor.stop("abort")
-                self._finish(answer)
+                self._scheduler.finish(answer)
 
     # --- running ------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._scheduler.waiting or self._scheduler.running)
 
     def step(self) -> list[Delta]:
         """Runs one step and returns what it added to which answers; nothing to do is an empty list."""
@@ -185,14 +180,10 @@ class Engine:
             kept.append(token)
             text += answer.processor.push(token)
             if answer.finish_reason is not None:
-                self._finish(answer)
+                self._scheduler.finish(answer)
                 break
         self._generated += len(kept)
         return Delta(answer, tuple(kept), text, answer.finish_reason, answer.processor.stop_reason)
-
-    def _finish(self, answer: Answer) -> None:
-        self._scheduler.finish(answer)
-        del self._requests[answer]
 
     def _tokens(self, prompt: str | Sequence[int]) -> np.ndarray:
         """The prompt as `[tokens]` int32, checked."""

@@ -32,13 +32,20 @@ class ModelRunner:
     """Runs a model's steps over a cache of its own."""
 
     def __init__(
-        self, params: Params, config: Config, geometry: dict[str, int], *, implementation: str | None = None
+        self,
+        params: Params,
+        config: Config,
+        geometry: dict[str, int],
+        *,
+        implementation: str | None = None,
+        fill: float = 0.0,
     ) -> None:
-        """`geometry`: the sizes that `glm_jax.cache.create` takes."""
+        """`geometry`: the sizes that `glm_jax.cache.create` takes; `fill`: its content at start, NaN in
+        tests."""
         self._params = params
         self._config = config
         self._implementation = implementation
-        self._cache = caches.create(config, **geometry, dtype=params.embed_tokens.dtype)
+        self._cache = caches.create(config, **geometry, dtype=params.embed_tokens.dtype, fill=fill)
         self.window = self._cache.window
 
     def prefill(self, batch: PrefillBatch) -> StepOutput:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import time
 
 import numpy as np
 
@@ -17,35 +16,6 @@ class Status(enum.Enum):
 
 
 @dataclasses.dataclass(eq=False)
-class Answer:
-    """One of the n answers to a request: the unit that is scheduled.
-
-    Owned by the thread that steps the engine once it is submitted.
-    """
-
-    prompt: np.ndarray  # [prompt tokens] int32
-    sampling: SamplingParams
-    index: int  # which of the request's answers
-    seed: int  # uint32, the same for all answers of a request
-    limit: int  # positions at or past it are never run: the last token drawn is not run itself
-    processor: AnswerProcessor
-    status: Status = Status.WAITING
-    slot: int = -1  # row of the scheduler's tables while running
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.processor.token_ids
-
-    @property
-    def text(self) -> str:
-        return self.processor.text
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.processor.finish_reason
-
-
-@dataclasses.dataclass(eq=False)
 class Request:
     """What `Engine.submit` returns; it fills up while the engine steps.
 
@@ -54,13 +24,18 @@ class Request:
     finish_reason: None while running, then "stop", "length", "abort" or "error".
     """
 
-    prompt_token_ids: list[int]
+    prompt: np.ndarray  # [prompt tokens] int32
     sampling: SamplingParams
-    answers: tuple[Answer, ...]
+    seed: int  # uint32
+    limit: int  # positions at or past it are never run: an answer's last token is drawn, not run
+    answers: tuple["Answer", ...] = ()
     cached_tokens: dict[str, int] = dataclasses.field(
         default_factory=lambda: {"device": 0, "host": 0, "disk": 0}
     )
-    arrival: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt.tolist()
 
     @property
     def token_ids(self) -> list[int]:
@@ -80,7 +55,33 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(answer.status is Status.FINISHED for answer in self.answers)
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """One of the n answers to a request: the unit that is scheduled.
+
+    Owned by the thread that steps the engine once it is submitted.
+    """
+
+    request: Request
+    index: int  # which of the request's answers
+    processor: AnswerProcessor
+    status: Status = Status.WAITING
+    slot: int = -1  # row of the scheduler's tables while running
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.processor.token_ids
+
+    @property
+    def text(self) -> str:
+        return self.processor.text
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.processor.finish_reason
 
 
 @dataclasses.dataclass(frozen=True)

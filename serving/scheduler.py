@@ -29,7 +29,7 @@ class Chunk:
 
     @property
     def last(self) -> bool:
-        return self.start + self.length == len(self.answer.prompt)
+        return self.start + self.length == len(self.answer.request.prompt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +97,13 @@ class Scheduler:
         answer.status = Status.FINISHED
 
     def _in_decode(self, answer: Answer) -> bool:
-        return int(self.prefilled[answer.slot]) == len(answer.prompt)
+        return int(self.prefilled[answer.slot]) == len(answer.request.prompt)
 
     def _add_chunk(self, answer: Answer, budget: int, chunks: list[Chunk]) -> int:
         """Plans the answer's next chunk if there is room; returns the budget left."""
         start = int(self.prefilled[answer.slot])
         spacing = self._config.snapshot_spacing
-        length = min(len(answer.prompt) - start, budget, spacing - start % spacing)
+        length = min(len(answer.request.prompt) - start, budget, spacing - start % spacing)
         if length <= 0 or len(chunks) == MAX_PREFILL_ROWS:
             return budget
         chunks.append(Chunk(answer, start, length))
@@ -112,7 +112,7 @@ class Scheduler:
 
     def _admit(self, answer: Answer) -> bool:
         """Gives the answer a row, a state slot and its blocks, or nothing at all."""
-        needed = self.blocks_for(answer.limit)
+        needed = self.blocks_for(answer.request.limit)
         if not self.rows.available or not self.state_slots.available or self.blocks.available < needed:
             return False
         rows, states, blocks = self.rows.take(1), self.state_slots.take(1), self.blocks.take(needed)

@@ -1,0 +1,65 @@
+"""`make demo`: a server of its own on a free port, one chat over HTTP, the answer on the terminal."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+QUESTION = "What is 12 + 30?"
+START_S = 600
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_healthy(base: str, server: subprocess.Popen[bytes]) -> None:
+    """Returns once /health answers 200. Raises RuntimeError if the server ends or takes too long."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server ended with exit code {server.returncode}")
+        try:
+            with urllib.request.urlopen(f"{base}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise RuntimeError(f"the server was not ready after {START_S} s")
+
+
+def ask(base: str, question: str) -> dict[str, Any]:
+    """One chat completion, its parsed body."""
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 128}
+    request = urllib.request.Request(
+        f"{base}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)
+
+
+def main(model: str) -> None:
+    base = f"http://127.0.0.1:{(port := free_port())}"
+    start = time.monotonic()
+    command = [sys.executable, "-m", "glm_jax.serve", model, "--port", str(port), "--max-num-seqs", "2"]
+    server = subprocess.Popen([*command, "--max-num-batched-tokens", "256"])
+    try:
+        wait_until_healthy(base, server)
+        print(f"{model} is served at {base} after {time.monotonic() - start:.1f} s")
+        answer = ask(base, QUESTION)
+    finally:
+        server.terminate()
+        server.wait()
+    choice = answer["choices"][0]
+    print(f"question: {QUESTION}")
+    print(f"answer:   {choice['message']['content']}")
+    print(f"          ({choice['finish_reason']}, {answer['usage']['completion_tokens']} tokens)")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "tiny")
