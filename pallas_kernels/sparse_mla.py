@@ -12,6 +12,7 @@ chunking) sees one value.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import sparse_mla_kernel
 from pallas_kernels.dispatch import resolve
 
 SCALE_CHANNELS = 128
@@ -39,10 +40,12 @@ def sparse_mla(
     index names are never used, whatever they hold.
     """
     _check(q, latents, indices, latent_scales)
-    chosen = resolve(implementation)
+    chosen = resolve(implementation, supported=sparse_mla_kernel.supported(q, latents))
     if chosen == "xla":
         return sparse_mla_reference(q, latents, indices, scale, layer, latent_scales)
-    raise NotImplementedError(f"sparse_mla has no implementation {chosen!r}")
+    return sparse_mla_kernel.sparse_mla(
+        q, latents, indices, scale, layer, latent_scales, interpret=chosen == "interpret"
+    )
 
 
 def sparse_mla_reference(

@@ -1,0 +1,278 @@
+"""Sparse MLA as Pallas-Triton kernels: attention over gathered latents, in splits of the keys, and their sum.
+
+One program holds one block of heads of one query and runs over one split of its keys. A tile of latents is
+gathered once and serves as keys and as values. The gather of a tile depends on row numbers that were read
+one tile earlier (`rows_ahead`): so it is no load through a load, and the compiler can keep several tiles
+in flight.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import triton
+
+_LOWEST = -1e30  # a finite first maximum: exp2(_LOWEST - _LOWEST) is 1, where -inf would give NaN
+_LOG2_E = math.log2(math.e)
+_GROUP = 128  # channels that share a scale
+_LAUNCH = triton.Launch()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a problem is cut up: heads and keys of a program's tile, splits of the keys, launch parameters."""
+
+    heads: int
+    keys: int
+    splits: int = 1
+    launch: triton.Launch = _LAUNCH
+
+
+def supported(q: jax.Array, latents: jax.Array) -> bool:
+    """Shapes and dtypes the kernel takes.
+
+    Offsets are int32 up to 4 GiB: one-byte arrays of 2 to 4 GiB would wrap, see `sparse_mla`.
+    """
+    dim = q.shape[2]
+    power_of_two = dim & (dim - 1) == 0
+    return power_of_two and dim >= _GROUP and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def choose_tiles(tokens: int, heads: int, width: int, *, rocm: bool) -> Tiles:
+    """Tiles for a problem; with few queries, the number of splits that ends soonest.
+
+    AMD: 64 heads x 16 keys is the largest tile without spills on gfx942 with either kind of latents, and
+    its scratch is that chip's 64 KiB. NVIDIA: 64 heads x 32 keys leaves room for three tiles of latents in
+    flight.
+    """
+    block = heads if heads < 16 else next(size for size in (64, 32, 16) if heads % size == 0 or size == 16)
+    if rocm:
+        keys, launch, processors = (16 if block == 64 else 32), triton.Launch(num_warps=4, num_stages=1), 256
+    elif block == 64:
+        keys, launch, processors = 32, triton.Launch(num_warps=8, num_stages=3), 132
+    else:
+        keys, launch, processors = 32, triton.Launch(num_warps=4, num_stages=3), 264
+    programs = tokens * -(-heads // block)
+    start_up = 4  # what starting a program and adding up a split costs, in tiles of keys
+
+    def rounds(splits: int) -> int:
+        waves = -(-programs * splits // processors)
+        return waves * (-(-width // (keys * splits)) + (start_up if splits > 1 else 0))
+
+    splits = min((1, 2, 4, 8, 16, 32), key=rounds)
+    return Tiles(block, keys, splits, launch)
+
+
+def sparse_mla(
+    q: jax.Array,
+    latents: jax.Array,
+    indices: jax.Array,
+    scale: float,
+    layer: int | jax.Array,
+    latent_scales: jax.Array | None,
+    *,
+    interpret: bool = False,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    """The kernel behind `pallas_kernels.sparse_mla.sparse_mla`, which gives the shapes."""
+    size = latents.size * latents.dtype.itemsize
+    if latents.dtype.itemsize == 1 and 2**31 < size <= 2**32:
+        raise ValueError(
+            f"one-byte latents of {size} bytes: Pallas-Triton's offsets wrap between 2**31 and 2**32 bytes; "
+            "allocate fewer or more blocks"
+        )
+    run = functools.partial(_run, scale=scale, interpret=interpret)
+    arrays = (q, latents, indices, jnp.asarray(layer, jnp.int32).reshape(1))
+    arrays += () if latent_scales is None else (latent_scales,)
+    if tiles is not None or interpret:
+        return run(tiles or choose_tiles(q.shape[0], q.shape[1], indices.shape[1], rocm=False), *arrays)
+    cuda, rocm = (
+        choose_tiles(q.shape[0], q.shape[1], indices.shape[1], rocm=on_rocm) for on_rocm in (False, True)
+    )
+    return triton.per_platform(run, *arrays, cuda=cuda, rocm=rocm)
+
+
+def _run(
+    tiles: Tiles,
+    q: jax.Array,
+    latents: jax.Array,
+    indices: jax.Array,
+    layer: jax.Array,
+    *latent_scales: jax.Array,
+    scale: float,
+    interpret: bool,
+) -> jax.Array:
+    tokens, heads, dim = q.shape
+    width = indices.shape[1]
+    head_blocks = -(-heads // tiles.heads)
+    split_tiles = -(-width // (tiles.keys * tiles.splits))
+    kernel = functools.partial(
+        _attend,
+        heads=heads,
+        block=max(16, tiles.heads),
+        block_stride=tiles.heads,
+        keys=tiles.keys,
+        split_tiles=split_tiles,
+        width=width,
+        scale=scale * _LOG2_E,
+        split=tiles.splits > 1,
+    )
+    single = jax.ShapeDtypeStruct((tokens, heads, dim), q.dtype)
+    if tiles.splits == 1:
+        out_shape: object = single
+    else:
+        out_shape = [
+            jax.ShapeDtypeStruct((tokens, tiles.splits, heads, dim), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, tiles.splits, heads), jnp.float32),
+        ]
+    out = triton.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid=(tokens, head_blocks, tiles.splits),
+        cuda=tiles.launch,
+        rocm=tiles.launch,
+        interpret=interpret,
+        name="sparse_mla",
+    )(layer, q, indices, latents, *latent_scales)
+    if tiles.splits == 1:
+        return out
+    return triton.pallas_call(
+        functools.partial(_combine, splits=tiles.splits, dim=dim),
+        out_shape=single,
+        grid=(tokens, heads),
+        cuda=triton.Launch(num_warps=4),
+        rocm=triton.Launch(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="sparse_mla_combine",
+    )(*out)
+
+
+def _attend(
+    layer_ref: Any,
+    q_ref: Any,
+    indices_ref: Any,
+    latents_ref: Any,
+    *refs: Any,
+    heads: int,
+    block: int,
+    block_stride: int,
+    keys: int,
+    split_tiles: int,
+    width: int,
+    scale: float,
+    split: bool,
+) -> None:
+    """One block of heads of one query over one split of its keys."""
+    scales_ref = refs[0] if len(refs) == (3 if split else 2) else None
+    out_refs = refs[-2:] if split else refs[-1:]
+    dim = q_ref.shape[2]
+    token, head_block, part = (triton.program_id(axis) for axis in range(3))
+    layer = layer_ref[0]
+    row = jnp.arange(block)
+    head = head_block * block_stride + row
+    is_head = (row < block_stride) & (head < heads)
+    safe_head = jnp.where(is_head, head, 0)
+    begin = part * split_tiles * keys
+
+    def rows_at(tile: int | jax.Array) -> jax.Array:
+        column = begin + tile * keys + jnp.arange(keys)
+        return triton.load(indices_ref.at[token, column], mask=column < width, other=-1)
+
+    # A row of the cache that this query may see stands in for the missing ones: their weight is zero, but
+    # zero times what lies in an unused row need not be zero.
+    def highest_row(tile: jax.Array, highest: jax.Array) -> jax.Array:
+        return jnp.maximum(highest, rows_at(tile).max())
+
+    stand_in = jax.lax.fori_loop(0, split_tiles, highest_row, jnp.int32(0))
+    load_tile = _tile_loader(latents_ref, scales_ref, layer, dim)
+    q_pieces = _load_query(q_ref, token, safe_head, dim, scales_ref is not None)
+
+    def body(tile: jax.Array, carry: tuple) -> tuple:
+        largest, total, sums, rows = carry
+        rows_ahead = rows_at(tile + 1)
+        valid = rows >= 0
+        pieces = load_tile(jnp.where(valid, rows, stand_in))
+        scores = sum(
+            triton.dot(q, latents, trans_b=True) for q, latents in zip(q_pieces, pieces, strict=True)
+        )
+        scores = jnp.where(valid[None, :], scores * scale, -jnp.inf)
+        new_largest = jnp.maximum(largest, scores.max(axis=1))
+        fade = jnp.exp2(largest - new_largest)
+        weights = jnp.exp2(scores - new_largest[:, None])
+        total = total * fade + weights.sum(axis=1)
+        weights = weights.astype(pieces[0].dtype)
+        sums = tuple(
+            acc * fade[:, None] + triton.dot(weights, latents)
+            for acc, latents in zip(sums, pieces, strict=True)
+        )
+        return new_largest, total, sums, rows_ahead
+
+    piece = dim // len(q_pieces)
+    start = (
+        jnp.full((block,), _LOWEST, jnp.float32),
+        jnp.zeros((block,), jnp.float32),
+        tuple(jnp.zeros((block, piece), jnp.float32) for _ in q_pieces),
+        rows_at(0),
+    )
+    largest, total, sums, _ = jax.lax.fori_loop(0, split_tiles, body, start)
+    some = total > 0
+    divisor = jnp.where(some, total, 1)[:, None]
+    for number, acc in enumerate(sums):
+        out = jnp.where(some[:, None], acc / divisor, 0)
+        column = number * piece + jnp.arange(piece)
+        target = (
+            (token, part, head[:, None], column[None, :])
+            if split
+            else (token, head[:, None], column[None, :])
+        )
+        triton.store(out_refs[0].at[target], out.astype(out_refs[0].dtype), mask=is_head[:, None])
+    if split:
+        weight = jnp.where(some, largest + jnp.log2(jnp.where(some, total, 1)), -jnp.inf)
+        triton.store(out_refs[1].at[token, part, head], weight, mask=is_head)
+
+
+def _load_query(
+    q_ref: Any, token: jax.Array, head: jax.Array, dim: int, in_pieces: bool
+) -> tuple[jax.Array, ...]:
+    piece = _GROUP if in_pieces else dim
+    columns = (start + jnp.arange(piece) for start in range(0, dim, piece))
+    return tuple(triton.load(q_ref.at[token, head[:, None], column[None, :]]) for column in columns)
+
+
+def _tile_loader(
+    latents_ref: Any, scales_ref: Any, layer: jax.Array, dim: int
+) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+    """Gathers rows of latents: whole, or dequantised in one piece for each group of channels."""
+    if scales_ref is None:
+        column = jnp.arange(dim)
+        return lambda rows: (triton.load(latents_ref.at[layer, rows[:, None], column[None, :]]),)
+
+    def load(rows: jax.Array) -> tuple[jax.Array, ...]:
+        pieces = []
+        for group in range(dim // _GROUP):
+            column = group * _GROUP + jnp.arange(_GROUP)
+            values = triton.load(latents_ref.at[layer, rows[:, None], column[None, :]])
+            scale = triton.load(scales_ref.at[layer, rows, group])
+            pieces.append(values.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)[:, None])
+        return tuple(pieces)
+
+    return load
+
+
+def _combine(partial_ref: Any, weight_ref: Any, out_ref: Any, *, splits: int, dim: int) -> None:
+    """Sums one head's splits, each weighted by its share of the softmax's denominator."""
+    token, head = triton.program_id(0), triton.program_id(1)
+    part = jnp.arange(splits)
+    weights = triton.load(weight_ref.at[token, part, head])
+    largest = jnp.maximum(weights.max(), _LOWEST)
+    shares = jnp.exp2(weights - largest)
+    total = shares.sum()
+    shares = shares / jnp.where(total > 0, total, 1)
+    column = jnp.arange(dim)
+    partial = triton.load(partial_ref.at[token, part[:, None], head, column[None, :]])
+    out_ref[token, head, :] = (partial * shares[:, None]).sum(axis=0).astype(out_ref.dtype)
