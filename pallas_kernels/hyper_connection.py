@@ -5,10 +5,17 @@ the streams, which are mixed by a matrix brought close to doubly stochastic by S
 gates and the matrix are computed from the streams themselves, in at least float32.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import resolve
+from pallas_kernels.hyper_connection_kernel import (
+    hyper_connection_post_triton,
+    hyper_connection_triton,
+    supports,
+)
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -35,10 +42,16 @@ def hyper_connection_pre(
     [tokens, n, n] (source stream, destination stream) in at least float32.
     """
     _check(streams, fn, base, scale, sinkhorn_iterations)
-    resolve(implementation)
-    return hyper_connection_pre_reference(
-        streams, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iterations=sinkhorn_iterations
-    )
+    chosen = resolve(implementation, supported=supports(streams, fn))
+    options: dict[str, Any] = {
+        "norm_eps": norm_eps,
+        "hc_eps": hc_eps,
+        "sinkhorn_iterations": sinkhorn_iterations,
+    }
+    if chosen == "xla":
+        return hyper_connection_pre_reference(streams, fn, base, scale, **options)
+    interpret = chosen == "interpret"
+    return hyper_connection_triton(streams, fn, base, scale, **options, interpret=interpret)[1:]
 
 
 def hyper_connection_post(
@@ -53,8 +66,45 @@ def hyper_connection_post(
     streams: [tokens, n, dim]; out: [tokens, dim]; post: [tokens, n]; comb: [tokens, n, n]. Returns
     [tokens, n, dim] in streams.dtype, accumulated in at least float32 and rounded once.
     """
-    resolve(implementation)
-    return hyper_connection_post_reference(streams, out, post, comb)
+    chosen = resolve(implementation, supported=supports(streams, streams))
+    if chosen == "xla":
+        return hyper_connection_post_reference(streams, out, post, comb)
+    return hyper_connection_post_triton(streams, out, post, comb, interpret=chosen == "interpret")
+
+
+def hyper_connection_post_pre(
+    streams: jax.Array,
+    out: jax.Array,
+    post: jax.Array,
+    comb: jax.Array,
+    fn: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    sinkhorn_iterations: int,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`hyper_connection_post` of one block, then `hyper_connection_pre` of the next: one boundary.
+
+    The arguments are theirs. Returns (streams, hidden, post, comb). The kernel projects the updated streams
+    while it has them: it reads them once less than the two ops by themselves.
+    """
+    _check(streams, fn, base, scale, sinkhorn_iterations)
+    chosen = resolve(implementation, supported=supports(streams, fn))
+    options: dict[str, Any] = {
+        "norm_eps": norm_eps,
+        "hc_eps": hc_eps,
+        "sinkhorn_iterations": sinkhorn_iterations,
+    }
+    if chosen == "xla":
+        streams = hyper_connection_post_reference(streams, out, post, comb)
+        return streams, *hyper_connection_pre_reference(streams, fn, base, scale, **options)
+    interpret = chosen == "interpret"
+    return hyper_connection_triton(
+        streams, fn, base, scale, (out, post, comb), **options, interpret=interpret
+    )
 
 
 def hyper_connection_pre_reference(
