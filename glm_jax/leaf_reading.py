@@ -131,8 +131,10 @@ def _plain(files: CheckpointFiles, source: Source) -> np.ndarray:
 
 
 def _dequantized(files: CheckpointFiles, source: Source, dtype: np.dtype) -> np.ndarray:
-    """The source's part of an fp8 tensor times its scales, multiplied in at least float32."""
+    """The source's part of a tensor, times its scales where it has them, multiplied in at least float32."""
     name = files.disk_name(source.name)
+    if name + SCALE_SUFFIX not in files.entries:
+        return _plain(files, source)
     wide = jnp.promote_types(dtype, jnp.float32)
     values = files.tensor(name).astype(wide)
     rows, columns = values.shape

@@ -21,8 +21,10 @@ from glm_jax.saving import save
 def quantized(model: Model) -> Model:
     """The model with every weight that is fp8 in the released layout rounded to fp8 blocks."""
 
+    compiled = jax.jit(quantize)  # one program a shape
+
     def leaf(spec: ParameterSpec, weight: Weight) -> Weight:
-        return quantize(weight) if spec.block_scaled and not isinstance(weight, BlockScaled) else weight
+        return compiled(weight) if spec.block_scaled and not isinstance(weight, BlockScaled) else weight
 
     params = jax.tree.map(leaf, abstract(model.config), model.params, is_leaf=is_spec)
     return dataclasses.replace(
@@ -33,8 +35,10 @@ def quantized(model: Model) -> Model:
 def dequantized(model: Model, dtype: str = "float32") -> Model:
     """The model with every fp8 weight multiplied out to `dtype`: the twin whose float32 logits are equal."""
 
+    compiled = jax.jit(dequantize, static_argnums=1)
+
     def leaf(spec: ParameterSpec, weight: Weight) -> Weight:
-        return dequantize(weight, dtype) if isinstance(weight, BlockScaled) else weight
+        return compiled(weight, dtype) if isinstance(weight, BlockScaled) else weight
 
     params = jax.tree.map(leaf, abstract(model.config), model.params, is_leaf=is_spec)
     return dataclasses.replace(

@@ -18,12 +18,6 @@ NUMPY_DTYPES = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
-_PACKAGE_DTYPES = {
-    "float8_e4m3fn": "float8_e4m3fn",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32": "float32",
-}
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 VISION = {
     "depth": 1,
@@ -107,18 +101,17 @@ def dequantized_tensors(tensors: dict[str, np.ndarray], dtype: Any = np.float32)
 
 def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """One safetensors file, by the reference implementation."""
-    safetensors.serialize_file(
-        {
-            name: {
-                "dtype": _PACKAGE_DTYPES[tensor.dtype.name],
-                "shape": tensor.shape,
-                "data": np.ascontiguousarray(tensor).tobytes(),
-            }
-            for name, tensor in tensors.items()
-        },
-        str(path),
-        {"format": "pt"},
-    )
+    buffers = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    specs = {
+        name: safetensors.TensorSpec(
+            dtype=buffer.dtype.name,
+            shape=tensors[name].shape,
+            data_ptr=buffer.ctypes.data,
+            data_len=buffer.nbytes,
+        )
+        for name, buffer in buffers.items()
+    }
+    safetensors.serialize_file(specs, str(path), {"format": "pt"})
 
 
 def read_folder(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
