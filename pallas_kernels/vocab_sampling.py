@@ -7,12 +7,14 @@ integer sums do not depend on their order, hence neither do tokens on how the vo
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import resolve
 from pallas_kernels.gumbel_noise import gumbel
+from pallas_kernels.vocab_sampling_kernel import sample_tokens_triton, supports
 
 __all__ = ["apply_bias", "apply_mask", "apply_penalties", "gumbel", "sample_tokens"]
 
@@ -55,10 +57,37 @@ def sample_tokens(
     vocabulary = logits.shape[1] * shards
     if vocabulary > LARGEST_VOCABULARY:
         raise ValueError(f"the vocabulary must have at most {LARGEST_VOCABULARY} entries, got {vocabulary}")
-    resolve(implementation)
-    return sample_tokens_reference(
-        logits, temperature, top_k, top_p, min_p, seeds, choices, positions, axis_name=axis_name
+    chosen = resolve(implementation, supported=supports(logits))
+    parameters = (temperature, top_k, top_p, min_p, seeds, choices, positions)
+    if chosen == "xla":
+        return sample_tokens_reference(logits, *parameters, axis_name=axis_name)
+    kernel = partial(_sample_rows, interpret=chosen == "interpret")
+    if axis_name is None:
+        return kernel(logits, *parameters)
+    return _over_rows(kernel, logits, parameters, axis_name)
+
+
+def _sample_rows(logits: jax.Array, temperature: jax.Array, *rest: jax.Array, interpret: bool) -> jax.Array:
+    greedy = temperature < GREEDY_TEMPERATURE
+    return sample_tokens_triton(logits, temperature, greedy, *rest, interpret=interpret)
+
+
+def _over_rows(
+    sample: Callable[..., jax.Array], logits: jax.Array, parameters: tuple[jax.Array, ...], axis_name: str
+) -> jax.Array:
+    """Turns a split of the vocabulary into a split of the rows: every shard samples whole rows.
+
+    One exchange of a shard's logits instead of a collective for every pass over them.
+    """
+    rows, shards = logits.shape[0], jax.lax.axis_size(axis_name)
+    own = -(-rows // shards)
+    logits, *padded = (
+        jnp.pad(x, [(0, own * shards - rows)] + [(0, 0)] * (x.ndim - 1)) for x in (logits, *parameters)
     )
+    whole = jax.lax.all_to_all(logits, axis_name, split_axis=0, concat_axis=1, tiled=True)
+    first = jax.lax.axis_index(axis_name) * own
+    mine = (jax.lax.dynamic_slice_in_dim(x, first, own) for x in padded)
+    return jax.lax.all_gather(sample(whole, *mine), axis_name, tiled=True)[:rows]
 
 
 def sample_tokens_reference(
