@@ -9,6 +9,7 @@ equal to +0.0: ReLU makes them common.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import pool_index_kernel
 from pallas_kernels.dispatch import resolve
 
 _TILE_BYTES = 64 * 2**20
@@ -100,10 +101,11 @@ def select_paged(
     [tokens] int32, -1 for a padding token; counts: [tokens] int32, complete pools visible to the token, all
     within the row's blocks. Returns pool ids [tokens, k] int32 as `select_pools` does, all -1 for padding.
     """
-    chosen = resolve(implementation)
+    chosen = resolve(implementation, supported=pool_index_kernel.supported(q, pooled, k))
+    arrays = (q, head_weights, pooled, layer, block_tables, row_of_token, counts)
     if chosen == "xla":
-        return select_paged_reference(q, head_weights, pooled, layer, block_tables, row_of_token, counts, k)
-    raise NotImplementedError(f"select_paged has no implementation {chosen!r}")
+        return select_paged_reference(*arrays, k)
+    return pool_index_kernel.select_paged(*arrays, k, interpret=chosen == "interpret")
 
 
 def select_paged_reference(

@@ -87,7 +87,7 @@ def sparse_mla(
             "allocate fewer or more blocks"
         )
     run = functools.partial(_run, scale=scale, interpret=interpret)
-    arrays = (q, latents, indices, jnp.asarray(layer, jnp.int32).reshape(1))
+    arrays: tuple[jax.Array, ...] = (q, latents, indices, jnp.asarray(layer, jnp.int32).reshape(1))
     arrays += () if latent_scales is None else (latent_scales,)
     if tiles is not None or interpret:
         return run(tiles or choose_tiles(q.shape[0], q.shape[1], indices.shape[1], rocm=False), *arrays)
