@@ -27,6 +27,7 @@ class CheckpointFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._owners: dict[str, SafetensorsFile] = {}
+        self._files: list[SafetensorsFile] = []
         index = folder / INDEX_NAME
         if index.is_file():
             self._open_indexed(index)
@@ -50,12 +51,18 @@ class CheckpointFiles:
         """Memory-mapped read-only view of a tensor, by its name in this folder."""
         return self._owners[name].tensor(name)
 
+    def release(self) -> None:
+        """Gives back the memory of the pages read so far."""
+        for file in self._files:
+            file.release()
+
     def _open_all(self) -> None:
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(f"{self.folder}: no *.safetensors file")
         for path in paths:
             file = SafetensorsFile(path)
+            self._files.append(file)
             for name in file.entries:
                 if name in self._owners:
                     first = self._owners[name].path.name
@@ -67,8 +74,12 @@ class CheckpointFiles:
             weight_map = read_json(index).get("weight_map")
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{index}: corrupt: weight_map must map tensor names to file names")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        ):
+            raise CheckpointError(
+                f"{index}: corrupt: weight_map must map tensor names to names of files beside it"
+            )
         shards = sorted(set(weight_map.values()))
         missing = [shard for shard in shards if not (self.folder / shard).is_file()]
         if missing:
@@ -87,4 +98,5 @@ class CheckpointFiles:
         ]
         if problems:
             raise CheckpointError(f"{index}: index and shards disagree:{listed(problems)}")
+        self._files = list(files.values())
         self._owners = {name: files[shard] for name, shard in weight_map.items()}

@@ -145,7 +145,9 @@ def _layer_kinds(text: Section, num_layers: int) -> tuple[Any, ...]:
     full = linear.values.get("full_attn_layers") if linear else None
     every = set(range(num_layers))
     for name, layers in (("kda_layers", kda), ("full_attn_layers", full)):
-        if layers is not None and (not isinstance(layers, list | tuple) or not every.issuperset(layers)):
+        if layers is not None and not (
+            isinstance(layers, list | tuple) and all(x in range(num_layers) for x in layers)
+        ):
             raise refuse(
                 f"linear_attn_config.{name}", layers, f"0-based layer numbers, 0 to {num_layers - 1}"
             )

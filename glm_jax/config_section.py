@@ -1,6 +1,7 @@
 """Typed reads from a parsed config.json, each naming its field when it refuses."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ class Section:
             raise refuse(self.prefix + name, value, f"an integer of at least {minimum}")
         return value
 
-    def number(self, name: str, default: float | None, *, positive: bool = True) -> float:
+    def number(self, name: str, default: float) -> float:
         value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or (positive and not value > 0):
-            raise refuse(self.prefix + name, value, "a positive number" if positive else "a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise refuse(self.prefix + name, value, "a positive number")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -58,7 +59,7 @@ class Section:
         if not isinstance(value, str | list | tuple):
             raise refuse(self.prefix + name, value, f"a list of {sorted(mapping)}")
         for position, word in enumerate(value):
-            if word not in mapping:
+            if not isinstance(word, str) or word not in mapping:
                 raise refuse(f"{self.prefix}{name}[{position}]", word, f"one of {sorted(mapping)}")
         return tuple(mapping[word] for word in value)
 

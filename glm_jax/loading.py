@@ -106,6 +106,7 @@ def read_params(
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {files.folder.name}") as bar:
         for plan in checked.plans:
             leaves.append(read_leaf(plan, files, placement))
+            files.release()  # or the mapped pages would add up to a second copy of the model
             bar.update(plan.bytes)
     params = jax.tree.unflatten(jax.tree.structure(abstract(config), is_leaf=is_spec), leaves)
     block = FP8_BLOCK if any(plan.form == "block_scaled" for plan in checked.plans) else None

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import mmap
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,15 +59,22 @@ class SafetensorsFile:
         self.entries = _read_header(path)
 
     @functools.cached_property
-    def _bytes(self) -> np.ndarray:
-        return np.memmap(self.path, dtype=np.uint8, mode="r")
+    def _map(self) -> mmap.mmap:
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def tensor(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of the file; nothing is read until it is used."""
         entry = self.entries[name]
         if entry.start == entry.stop:
             return np.empty(entry.shape, DTYPES[entry.dtype])
-        return self._bytes[entry.start : entry.stop].view(DTYPES[entry.dtype]).reshape(entry.shape)
+        content = np.frombuffer(self._map, np.uint8, entry.stop - entry.start, entry.start)
+        return content.view(DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def release(self) -> None:
+        """Gives back the memory of pages read so far; views stay valid and read them again."""
+        if "_map" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def _read_header(path: Path) -> dict[str, TensorEntry]:

@@ -3,6 +3,8 @@
 import json
 import logging
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from glm_jax import locating, params
-from glm_jax.config import ConfigError
+from glm_jax.config import ConfigError, load_config
 from glm_jax.loading import load
 from glm_jax.quantization import BlockScaled
 from glm_jax.safetensors_file import CheckpointError
@@ -378,3 +380,40 @@ def test_hub_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_progress_is_shown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     load(folder)
     assert "loading model: 100%" in capfd.readouterr().err
+
+
+MEASURE = """
+import re, sys
+import jax
+from glm_jax.loading import load
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+jax.block_until_ready(jax.numpy.zeros(()))
+before = peak()
+params = load(sys.argv[1]).params
+print(before, peak(), sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_the_model_is_in_memory_once(tmp_path: Path) -> None:
+    layers = 12
+    raw = raw_config(
+        hidden_size=512, intermediate_size=4096, num_hidden_layers=layers, num_nextn_predict_layers=0,
+        layer_types=["linear_attention"] * layers, mlp_layer_types=["dense"] * layers,
+        indexer_types=["full"] * layers,
+    )  # fmt: skip
+    tensors = {
+        name: np.full(shape, 0.5, ml_dtypes.bfloat16)
+        for name, (shape, _) in params.checkpoint_tensors(load_config(raw)).items()
+    }
+    write_folder(tmp_path / "m", raw, tensors, shards=2)
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "m")], capture_output=True, text=True, check=True
+    )
+    before, peak, size = map(int, run.stdout.split())
+    assert size > 140e6
+    # Beside the model: pages and host buffer of the largest leaf (8 MiB each), and the allocator's slack.
+    assert peak - before < 1.4 * size

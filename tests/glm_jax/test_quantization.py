@@ -127,13 +127,19 @@ def test_quantised_and_dequantised_twins(plain: Path) -> None:
     }
 
 
-def test_fp8_and_its_float32_twin_give_the_same_logits(plain: Path, tmp_path: Path) -> None:
-    main([str(plain), str(tmp_path / "fp8")])
+def test_fp8_and_its_float32_twin_give_the_same_logits(tmp_path: Path) -> None:
+    lists = {"layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"]}
+    config = load_config(
+        raw_config(num_hidden_layers=2, indexer_types=["full"] * 2, num_nextn_predict_layers=0, **lists)
+    )
+    model = quantized(Model(config, params.init(config, jax.random.key(0), "bfloat16")))
+    save(model, tmp_path / "fp8")
     fp8 = load(tmp_path / "fp8", dtype="float32")
     save(dequantized(fp8), tmp_path / "twin")
     twin = load(tmp_path / "twin", dtype="float32")
-    tokens = jax.random.randint(jax.random.key(3), (2, 40), 0, fp8.config.vocab_size)
+    assert isinstance(fp8.params.layers[1].mlp.down, BlockScaled)
+    assert isinstance(twin.params.layers[1].mlp.down, jax.Array)
+    tokens = jax.random.randint(jax.random.key(3), (1, 40), 0, config.vocab_size)
     logits = glm_jax.forward(fp8.params, fp8.config, tokens)
     np.testing.assert_array_equal(logits, glm_jax.forward(twin.params, twin.config, tokens))
-    unquantised = load(plain, dtype="float32")
-    assert (logits != glm_jax.forward(unquantised.params, unquantised.config, tokens)).any()
+    assert np.asarray(logits).std() > 0.1  # not equal because both are zero
