@@ -32,6 +32,16 @@ class RowState:
 
 
 @struct.dataclass
+class SamplerTables:
+    """What logit processing keeps of a request that asks for it; other requests' rows are never read."""
+
+    counts: jax.Array  # [request_slots, vocab] int32: how often each token was generated
+    prompt: jax.Array  # [request_slots, vocab] bool: tokens of the prompt
+    bias: jax.Array  # [request_slots, vocab] float32: logit bias, -inf for tokens that are not allowed
+    ends: jax.Array  # [request_slots, vocab] bool: tokens that would end the answer
+
+
+@struct.dataclass
 class Cache:
     latents: jax.Array  # [mla_layers, blocks, block_size, kv_lora_rank] compute dtype or float8_e4m3fn
     latent_scales: jax.Array | None  # [mla_layers, blocks, block_size, kv_lora_rank / 128] float32, fp8 only
@@ -45,6 +55,7 @@ class Cache:
         KdaRecords  # the last window's k, v, log_decay, beta: [kda_layers, request_slots, window, heads, ...]
     )
     rows: RowState
+    sampler: SamplerTables
 
     @property
     def block_size(self) -> int:
@@ -117,6 +128,12 @@ def shapes(
             accepted=array((num_request_slots,), jnp.int32),
             tokens=array((num_request_slots, window), jnp.int32),
         ),
+        sampler=SamplerTables(
+            counts=array((num_request_slots, config.vocab_size), jnp.int32),
+            prompt=array((num_request_slots, config.vocab_size), jnp.bool_),
+            bias=array((num_request_slots, config.vocab_size), jnp.float32),
+            ends=array((num_request_slots, config.vocab_size), jnp.bool_),
+        ),
     )
 
 
@@ -127,6 +144,12 @@ def create(config: Config, *, fill: float = 0.0, **geometry: Any) -> Cache:
         return jnp.full(spec.shape, fill if jnp.issubdtype(spec.dtype, jnp.inexact) else 0, spec.dtype)
 
     return jax.tree.map(leaf, shapes(config, **geometry))
+
+
+def write_sampler_row(cache: Cache, slot: jax.Array, row: SamplerTables) -> Cache:
+    """Sets one request slot's tables (`row`'s leaves are `[vocab]`): at admission, or when it resumes."""
+    tables = jax.tree.map(lambda table, values: table.at[slot].set(values), cache.sampler, row)
+    return cache.replace(sampler=tables)
 
 
 def slot_or_drop(slots: jax.Array, size: int) -> jax.Array:

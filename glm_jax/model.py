@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from glm_jax.collectives import all_gather_last, embedding_lookup
+from glm_jax.collectives import embedding_lookup
 from glm_jax.config import Config
 from glm_jax.layers.mlp import dense_mlp, moe_mlp
 from glm_jax.layers.norms import rms_norm
@@ -100,6 +100,9 @@ def run_mlp(
     return moe_mlp(p, config, x, axis, implementation)
 
 
-def vocabulary_logits(params: Params, hidden: jax.Array, axis: str | None = None) -> jax.Array:
-    """Raw logits `[..., vocab]`, at least float32, of normed hidden states `[..., hidden]`."""
-    return all_gather_last(at_least_float32(matmul(hidden, params.lm_head)), axis)
+def vocabulary_logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """Raw logits `[..., vocab]`, at least float32, of normed hidden states `[..., hidden]`.
+
+    Under a mesh, of the shard's own part of the vocabulary.
+    """
+    return at_least_float32(matmul(hidden, params.lm_head))

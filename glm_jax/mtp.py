@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from glm_jax.cache import Cache
-from glm_jax.collectives import embedding_lookup
+from glm_jax.collectives import argmax_last, embedding_lookup
 from glm_jax.config import Config
 from glm_jax.layers.mla import mla_inputs, mla_output
 from glm_jax.layers.norms import rms_norm
@@ -190,7 +190,6 @@ def draft(
                 axis,
                 implementation,
             )
-        logits = vocabulary_logits(params, previous, axis)
-        tokens.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        tokens.append(argmax_last(vocabulary_logits(params, previous), axis))
     stacked = jnp.stack(tokens, axis=1) if tokens else jnp.zeros((rows.shape[0], 0), jnp.int32)
     return stacked, cache

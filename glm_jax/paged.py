@@ -124,51 +124,75 @@ def _select(
     return rows, cache.replace(ring=ring, pooled=pooled)
 
 
+@struct.dataclass
+class ChunkStates:
+    """Which KDA states prompt chunks start from and leave behind (state slots, -1 none)."""
+
+    initial: jax.Array  # [rows] int32: where the row continues from, -1 for empty state
+    final: jax.Array  # [rows] int32: where the state after the row's last token goes
+    snapshot_after: jax.Array  # [rows, snapshots] int32: tokens of the chunk after which the state is kept
+    snapshots: jax.Array  # [rows, snapshots] int32: in these slots
+
+
 def run_kda_prefill(
     p: Kda,
     config: Config,
     cache: Cache,
     layer: int,
     cu_seqlens: jax.Array,
-    initial_slots: jax.Array,
-    write_slots: tuple[jax.Array, ...],
+    slots: ChunkStates,
     x: jax.Array,
     *,
     axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """One KDA layer over ragged chunks: `x [tokens, hidden]` -> (output, cache).
-
-    `initial_slots [rows]`: the state slot a row continues from, -1 for empty state. The state after the
-    row's last token is written to every array of `write_slots` ([rows], -1 none): the request's own slot
-    and, on a snapshot boundary, the snapshot's.
-    """
+    """One KDA layer over ragged chunks: `x [tokens, hidden]` -> (output, cache)."""
     inputs = kda_inputs(p, config, x)
     heads = p.A_log.shape[0]
     weight = p.conv.reshape(-1, p.conv.shape[-1])
-    history_rows = weight.shape[1] - 1
-    fresh = initial_slots < 0
-    slots = jnp.maximum(initial_slots, 0)
-    history = cache.conv[layer, slots, :history_rows].reshape(slots.shape[0], history_rows, -1)
+    rows, history_rows = slots.initial.shape[0], weight.shape[1] - 1
+    fresh = slots.initial < 0
+    source = jnp.maximum(slots.initial, 0)
+    history = cache.conv[layer, source, :history_rows].reshape(rows, history_rows, -1)
     history = jnp.where(fresh[:, None, None], 0, history)
-    state = jnp.where(fresh[:, None, None, None], 0, cache.kda_state[layer, slots])
+    state = jnp.where(fresh[:, None, None, None], 0, cache.kda_state[layer, source])
+    checkpoints = slots.snapshot_after if slots.snapshot_after.shape[1] else None
 
-    convolved, history = short_convolution_ragged(inputs.qkv, weight, history, cu_seqlens)
+    convolved, history, *history_snapshots = short_convolution_ragged(
+        inputs.qkv, weight, history, cu_seqlens, checkpoints=checkpoints
+    )
     q, k, v = split_qkv(convolved, heads)
-    recurrent, state = kda_prefill(
-        q, k, v, inputs.log_decay, inputs.beta, state, cu_seqlens, implementation=implementation
+    recurrent, state, *state_snapshots = kda_prefill(
+        q,
+        k,
+        v,
+        inputs.log_decay,
+        inputs.beta,
+        state,
+        cu_seqlens,
+        checkpoints=checkpoints,
+        implementation=implementation,
     )
-    conv_rows = jnp.zeros((slots.shape[0], *cache.conv.shape[2:]), cache.conv.dtype)
-    conv_rows = conv_rows.at[:, :history_rows].set(
-        history.reshape(slots.shape[0], history_rows, *cache.conv.shape[3:]).astype(cache.conv.dtype)
+    cache = _store_states(cache, layer, slots.final, state, history)
+    if checkpoints is not None:
+        flat = (x.reshape(-1, *x.shape[2:]) for x in (*state_snapshots, *history_snapshots))
+        cache = _store_states(cache, layer, slots.snapshots.reshape(-1), *flat)
+    return kda_output(p, config, recurrent, inputs.output_gate, axis), cache
+
+
+def _store_states(cache: Cache, layer: int, slots: jax.Array, state: jax.Array, history: jax.Array) -> Cache:
+    """Writes states `[n, heads, dim, dim]` and conv histories `[n, taps - 1, channels]` to `slots [n]`.
+
+    A slot's last-window part becomes zero: nothing of it is accepted.
+    """
+    rows, taken = history.shape[:2]
+    conv = jnp.zeros((rows, *cache.conv.shape[2:]), cache.conv.dtype)
+    conv = conv.at[:, :taken].set(history.reshape(rows, taken, *cache.conv.shape[3:]).astype(conv.dtype))
+    where = slot_or_drop(slots, cache.kda_state.shape[1])
+    return cache.replace(
+        kda_state=cache.kda_state.at[layer, where].set(state.astype(cache.kda_state.dtype), mode="drop"),
+        conv=cache.conv.at[layer, where].set(conv, mode="drop"),
     )
-    kda_state, conv = cache.kda_state, cache.conv
-    for targets in write_slots:
-        where = slot_or_drop(targets, kda_state.shape[1])
-        kda_state = kda_state.at[layer, where].set(state.astype(kda_state.dtype), mode="drop")
-        conv = conv.at[layer, where].set(conv_rows, mode="drop")
-    out = kda_output(p, config, recurrent, inputs.output_gate, axis)
-    return out, cache.replace(kda_state=kda_state, conv=conv)
 
 
 @struct.dataclass
@@ -239,15 +263,14 @@ def prefill_trunk(
     layout: TokenLayout,
     tokens: jax.Array,
     cu_seqlens: jax.Array,
+    states: ChunkStates,
     *,
-    initial_slots: jax.Array,
-    write_slots: tuple[jax.Array, ...],
     axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Cache]:
     """All layers over ragged prompt chunks: `tokens [tokens]` -> (final hidden `[tokens, hidden]`, cache).
 
-    `cu_seqlens [rows + 1]` cumulative chunk lengths; slots as for `run_kda_prefill`.
+    `cu_seqlens [rows + 1]`: cumulative chunk lengths.
     """
 
     def kda_layer(p: Kda, index: int, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -257,8 +280,7 @@ def prefill_trunk(
             cache,
             index,
             cu_seqlens,
-            initial_slots,
-            write_slots,
+            states,
             x,
             axis=axis,
             implementation=implementation,

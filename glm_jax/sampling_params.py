@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm_jax.errors import RequestError
@@ -11,6 +11,8 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy; between it and LOWEST
 LOWEST_TEMPERATURE = 0.01
 MOST_CHOICES = 128
 MOST_STOPS = 64
+MOST_LOGPROBS = 20
+MOST_BIASES = 1024
 
 
 def _number(name: str, value: Any, low: float, high: float, bounds: str) -> None:
@@ -46,6 +48,15 @@ class SamplingParams:
         stop_token_ids: token ids that end the answer, beside the model's end-of-sequence tokens.
         ignore_eos: go on past the model's end-of-sequence tokens; `stop` and `stop_token_ids` still act.
         skip_special_tokens: leave special tokens out of the text.
+        min_tokens: the first that many tokens cannot end the answer (at most max_tokens).
+        presence_penalty, frequency_penalty: -2 to 2, subtracted from the logits of generated tokens, once
+            or once for each occurrence; 0 is off.
+        repetition_penalty: above 0 and at most 2, divides the logits of the prompt's and answer's tokens;
+            1 is off.
+        logit_bias: {token id: bias from -100 to 100} added to the logits.
+        allowed_token_ids: only these can be drawn.
+        logprobs: log-probabilities of the drawn token and of this many best alternatives, 0 to 20.
+        prompt_logprobs: the same for every prompt token; such requests read no cached prefix.
     """
 
     n: int = 1
@@ -60,6 +71,14 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MOST_CHOICES)
@@ -83,6 +102,7 @@ class SamplingParams:
         stop_token_ids = tuple(self.stop_token_ids or ())
         for token in stop_token_ids:
             _integer("stop_token_ids", token, 0)
+        self._check_logits()
         if self.n > 1 and self.greedy:
             raise RequestError(f"n must be 1 when using greedy sampling, got {self.n}", "n")
         object.__setattr__(self, "stop", stop)
@@ -90,6 +110,42 @@ class SamplingParams:
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         if not self.greedy and self.temperature < LOWEST_TEMPERATURE:
             object.__setattr__(self, "temperature", LOWEST_TEMPERATURE)
+
+    def _check_logits(self) -> None:
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), -2.0, 2.0, "between -2 and 2")
+        _number("repetition_penalty", self.repetition_penalty, math.ulp(0.0), 2.0, "above 0 and at most 2")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MOST_LOGPROBS)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MOST_BIASES:
+                message = f"logit_bias must map at most {MOST_BIASES} token ids to biases"
+                raise RequestError(message, "logit_bias")
+            try:
+                biases = {int(token): value for token, value in self.logit_bias.items()}
+            except ValueError as error:
+                message = f"logit_bias must map token ids to biases: {error}"
+                raise RequestError(message, "logit_bias") from error
+            for value in biases.values():
+                _number("logit_bias", value, -100.0, 100.0, "between -100 and 100")
+            object.__setattr__(self, "logit_bias", biases)
+        if self.allowed_token_ids is not None:
+            allowed = tuple(self.allowed_token_ids)
+            if not allowed:
+                raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+            for token in allowed:
+                _integer("allowed_token_ids", token, 0)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+
+    @property
+    def allowed_ids(self) -> tuple[int, ...]:
+        return tuple(self.allowed_token_ids or ())
+
+    @property
+    def biased_ids(self) -> tuple[int, ...]:
+        return tuple(self.logit_bias or ())
 
     @property
     def greedy(self) -> bool:

@@ -17,19 +17,10 @@ from glm_jax.cache import Cache, slot_or_drop
 from glm_jax.config import Config
 from glm_jax.model import vocabulary_logits
 from glm_jax.params import Params
-from pallas_kernels.vocab_sampling import sample_tokens
+from glm_jax.sampling import Logprobs, SamplingRows, count_tokens, logprobs_of, process_logits, sample
 
-
-@struct.dataclass
-class SamplingRows:
-    """Sampling parameters per row, `[rows]` each."""
-
-    temperature: jax.Array  # float32, 0 is greedy
-    top_k: jax.Array  # int32, 0 is off
-    top_p: jax.Array  # float32, 1 is off
-    min_p: jax.Array  # float32, 0 is off
-    seeds: jax.Array  # uint32
-    choices: jax.Array  # int32: which of a request's n answers this is
+PROMPT_LOGPROB_TILE = 64
+"""Rows of logits at once: 64 x 154,880 float32 are 40 MB."""
 
 
 @struct.dataclass
@@ -44,12 +35,16 @@ class PrefillBatch:
     row_starts: jax.Array  # [rows] int32: absolute position of the chunk's first token
     block_tables: jax.Array  # [rows, blocks] int32, -1 unused
     state_slots: jax.Array  # [rows] int32: where the state after the chunk is kept
-    initial_slots: jax.Array  # [rows] int32: where the chunk continues from (own or a snapshot), -1 empty
-    snapshot_slots: jax.Array  # [rows] int32: a second copy of the state after the chunk, -1 none
+    initial_slots: jax.Array  # [rows] int32: state slot the chunk continues from, -1 empty state
+    snapshot_after: (
+        jax.Array
+    )  # [rows, snapshots] int32: tokens of the chunk after which the state is kept, -1
+    snapshot_slots: jax.Array  # [rows, snapshots] int32: in these state slots
     request_slots: jax.Array  # [rows] int32
     sample: jax.Array  # [rows] bool: the chunk reaches the prompt's end
     limits: jax.Array  # [rows] int32: positions at or past it are never run
     sampling: SamplingRows
+    grammar: jax.Array | None = None  # [rows, 1, ceil(vocab / 32)] uint32 bits of allowed tokens
 
 
 @struct.dataclass
@@ -63,12 +58,17 @@ class DecodeBatch:
     publish_positions: jax.Array  # [rows] int32: boundary whose state is stored when crossed, -1 none
     publish_slots: jax.Array  # [rows] int32
     sampling: SamplingRows
+    grammar: jax.Array | None = None  # [rows, window, ceil(vocab / 32)] uint32 bits of allowed tokens
 
 
 @struct.dataclass
 class StepOutput:
     tokens: jax.Array  # [rows, window] int32: sampled tokens, those past `counts` are meaningless
     counts: jax.Array  # [rows] int32: how many of them are committed (0: the row sampled nothing)
+    starts: jax.Array  # [rows] int32: absolute position of the first of them
+    healthy: jax.Array  # [rows] bool: no NaN among the logits of the positions that ran
+    logprobs: Logprobs | None  # [rows, window, ...]; None when compiled without
+    hidden: jax.Array | None  # [tokens, hidden]: prefill's, for `prompt_logprobs`
 
 
 def prefill(
@@ -77,10 +77,14 @@ def prefill(
     cache: Cache,
     batch: PrefillBatch,
     *,
+    top_logprobs: int = 0,
     axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[StepOutput, Cache]:
-    """Runs prompt chunks; rows with `sample` draw their first token and, with drafts on, their first drafts."""
+    """Runs prompt chunks; rows with `sample` draw their first token and, with drafts on, their first drafts.
+
+    `top_logprobs` (static): how many alternatives the output reports for rows that ask; 0 reports none.
+    """
     layout = paged.TokenLayout(
         batch.row_of_token, batch.positions, batch.row_starts, batch.block_tables, batch.request_slots
     )
@@ -91,20 +95,24 @@ def prefill(
         layout,
         batch.tokens,
         batch.cu_seqlens,
-        initial_slots=batch.initial_slots,
-        write_slots=(batch.state_slots, batch.snapshot_slots),
+        paged.ChunkStates(batch.initial_slots, batch.state_slots, batch.snapshot_after, batch.snapshot_slots),
         axis=axis,
         implementation=implementation,
     )
     last = batch.cu_seqlens[1:] - 1  # -1 for a leading empty row; its sample flag is False
     ends = batch.positions[jnp.maximum(last, 0)] + 1
-    logits = vocabulary_logits(params, hidden[jnp.maximum(last, 0)], axis)
-    sampled = _sample(logits, batch.sampling, ends, implementation)
+    slots = jnp.where(batch.sample, batch.request_slots, -1)
+    raw = vocabulary_logits(params, hidden[jnp.maximum(last, 0)])[:, None]
+    nothing = jnp.full((slots.shape[0], 1), -1, jnp.int32)
+    logits = process_logits(
+        raw, cache.sampler, batch.sampling, slots, nothing, ends[:, None], batch.grammar, axis
+    )
+    sampled = sample(logits, batch.sampling, ends[:, None], axis, implementation)
 
     drafts = jnp.zeros((sampled.shape[0], 0), jnp.int32)
     if cache.window > 1:
         row = jnp.maximum(batch.row_of_token, 0)
-        follows = jnp.where(batch.next_tokens < 0, sampled[row], batch.next_tokens)
+        follows = jnp.where(batch.next_tokens < 0, sampled[row, 0], batch.next_tokens)
         drafts, cache = mtp.draft(
             params,
             config,
@@ -117,10 +125,19 @@ def prefill(
             axis=axis,
             implementation=implementation,
         )
-    slots = jnp.where(batch.sample, batch.request_slots, -1)
-    cache = _store_rows(cache, slots, ends, jnp.zeros_like(ends), sampled, drafts)
-    window = jnp.zeros((sampled.shape[0], cache.window), jnp.int32).at[:, 0].set(sampled)
-    return StepOutput(window, batch.sample.astype(jnp.int32)), cache
+    counts = batch.sample.astype(jnp.int32)
+    cache = _store_rows(cache, slots, ends, jnp.zeros_like(ends), sampled[:, 0], drafts)
+    cache = cache.replace(
+        sampler=count_tokens(cache.sampler, batch.sampling, slots, sampled, counts[:, None] > 0, axis)
+    )
+    pad = ((0, 0), (0, cache.window - 1))
+    logprobs = None
+    if top_logprobs:
+        wanted = batch.sampling.logprobs & batch.sample
+        one = logprobs_of(raw, sampled, wanted, top_logprobs, axis)
+        logprobs = jax.tree.map(lambda x: jnp.pad(x, (*pad, *((0, 0),) * (x.ndim - 2))), one)
+    healthy = ~jnp.isnan(jnp.max(raw, axis=(1, 2)))
+    return StepOutput(jnp.pad(sampled, pad), counts, ends, healthy, logprobs, hidden), cache
 
 
 def decode(
@@ -129,6 +146,7 @@ def decode(
     cache: Cache,
     batch: DecodeBatch,
     *,
+    top_logprobs: int = 0,
     axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[StepOutput, Cache]:
@@ -152,31 +170,31 @@ def decode(
         block_tables=batch.block_tables,
         request_slots=batch.request_slots,
     )
-    publish_after = batch.publish_positions - (start - accepted)
-    crossed = (batch.publish_positions >= 0) & (publish_after >= 1) & (publish_after <= accepted)
-    replay = paged.Replay(
-        state_slots=batch.state_slots,
-        request_slots=batch.request_slots,
-        accepted=accepted,
-        publish_after=jnp.where(crossed, publish_after, -1),
-        publish_slots=jnp.where(crossed, batch.publish_slots, -1),
-    )
     hidden, cache = paged.decode_trunk(
-        params, config, cache, layout, tokens.reshape(-1), replay, axis=axis, implementation=implementation
+        params,
+        config,
+        cache,
+        layout,
+        tokens.reshape(-1),
+        _replay(batch, start, accepted),
+        axis=axis,
+        implementation=implementation,
     )
-    logits = vocabulary_logits(params, hidden, axis)
-    per_token = jax.tree.map(lambda x: jnp.repeat(x, window, axis=0), batch.sampling)
-    sampled = _sample(logits, per_token, positions.reshape(-1) + 1, implementation).reshape(rows, window)
+    raw = vocabulary_logits(params, hidden).reshape(rows, window, -1)
+    logits = process_logits(
+        raw, cache.sampler, batch.sampling, batch.request_slots, tokens, positions + 1, batch.grammar, axis
+    )
+    sampled = sample(logits, batch.sampling, positions + 1, axis, implementation)
 
     agrees = (tokens[:, 1:] == sampled[:, :-1]) & runs[:, 1:]
     matched = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     counts = jnp.where(runs[:, 0], matched + 1, 0)
     newest = jnp.take_along_axis(sampled, matched[:, None], axis=1)[:, 0]
     newest = jnp.where(counts > 0, newest, tokens[:, 0])
+    committed = offset < counts[:, None]
 
     drafts = jnp.zeros((rows, 0), jnp.int32)
     if window > 1:
-        committed = offset < counts[:, None]
         layout = layout.replace(row_of_token=jnp.where(committed, row, -1).reshape(-1))
         last = jnp.where(counts > 0, row[:, 0] * window + matched, -1)
         drafts, cache = mtp.draft(
@@ -193,23 +211,48 @@ def decode(
         )
     # a row at its limit commits nothing but its replay is done: accepted falls to 0, so no step repeats it
     cache = _store_rows(cache, batch.request_slots, start + counts, counts, newest, drafts)
-    return StepOutput(sampled, counts), cache
-
-
-def _sample(
-    logits: jax.Array, sampling: SamplingRows, positions: jax.Array, implementation: str | None
-) -> jax.Array:
-    return sample_tokens(
-        logits,
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.seeds,
-        sampling.choices,
-        positions,
-        implementation=implementation,
+    cache = cache.replace(
+        sampler=count_tokens(cache.sampler, batch.sampling, batch.request_slots, sampled, committed, axis)
     )
+    logprobs = None
+    if top_logprobs:
+        logprobs = logprobs_of(raw, sampled, batch.sampling.logprobs & live, top_logprobs, axis)
+    healthy = ~jnp.any(jnp.isnan(jnp.max(raw, axis=2)) & runs, axis=1)
+    return StepOutput(sampled, counts, start + 1, healthy, logprobs, None), cache
+
+
+def _replay(batch: DecodeBatch, start: jax.Array, accepted: jax.Array) -> paged.Replay:
+    """Where the recorded window ends up, and whether committing it crosses the row's snapshot boundary."""
+    after = batch.publish_positions - (start - accepted)
+    crossed = (batch.publish_positions >= 0) & (after >= 1) & (after <= accepted)
+    return paged.Replay(
+        state_slots=batch.state_slots,
+        request_slots=batch.request_slots,
+        accepted=accepted,
+        publish_after=jnp.where(crossed, after, -1),
+        publish_slots=jnp.where(crossed, batch.publish_slots, -1),
+    )
+
+
+def prompt_logprobs(
+    params: Params, hidden: jax.Array, targets: jax.Array, top: int, axis: str | None = None
+) -> Logprobs:
+    """Log-probabilities of each prompt token's successor: `targets [tokens]`, `hidden [tokens, hidden]`.
+
+    Works through the token axis in tiles, so logits never exceed `PROMPT_LOGPROB_TILE` rows.
+    """
+    count = hidden.shape[0]
+    tile = min(PROMPT_LOGPROB_TILE, count)
+    padding = -count % tile
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, tile, hidden.shape[1])
+    targets = jnp.pad(jnp.maximum(targets, 0), (0, padding)).reshape(-1, tile)
+
+    def one_tile(inputs: tuple[jax.Array, jax.Array]) -> Logprobs:
+        logits = vocabulary_logits(params, inputs[0])
+        return logprobs_of(logits, inputs[1], jnp.ones(1, bool), top, axis)
+
+    tiles = jax.lax.map(one_tile, (hidden, targets))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], tiles)
 
 
 def _store_rows(

@@ -137,6 +137,7 @@ def _through_cache(params: Params, config: Config, aligned: AlignedRows, impleme
         block_tables=(rows[:, None] * per_row + jnp.arange(per_row, dtype=jnp.int32)),
         request_slots=rows,
     )
+    nowhere = jnp.full_like(rows, -1)
     hidden, _ = paged.prefill_trunk(
         params,
         config,
@@ -144,8 +145,7 @@ def _through_cache(params: Params, config: Config, aligned: AlignedRows, impleme
         layout,
         aligned.tokens.reshape(-1)[packing],
         cu_seqlens,
-        initial_slots=jnp.full_like(rows, -1),
-        write_slots=(),
+        paged.ChunkStates(nowhere, nowhere, nowhere[:, None][:, :0], nowhere[:, None][:, :0]),
         implementation=implementation,
     )
     return hidden[jnp.argsort(packing)].reshape(batch, time, -1)

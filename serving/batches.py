@@ -1,14 +1,19 @@
-"""A plan as the arrays of the compiled steps, padded to a bucket. Plain numpy: nothing here touches a
-device."""
+"""A plan as the arrays of the compiled steps, padded to a bucket.
+
+Plain numpy: nothing here touches a device.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from glm_jax.steps import DecodeBatch, PrefillBatch, SamplingRows
+from glm_jax.sampling import SamplingRows
+from glm_jax.steps import DecodeBatch, PrefillBatch
+from serving.plan import Chunk, Window
 from serving.request import Answer
-from serving.scheduler import MAX_PREFILL_ROWS, Chunk, Scheduler
+from serving.sampler_tables import needs_tables
+from serving.scheduler import MAX_PREFILL_ROWS, MAX_SNAPSHOTS, Scheduler
 
 SMALLEST_CHUNK = 64
 NO_IDS = np.zeros(0, np.int32)
@@ -41,12 +46,18 @@ def prefill_batch(chunks: Sequence[Chunk], scheduler: Scheduler, tokens: int) ->
     lengths = np.array([chunk.length for chunk in chunks], np.int32)
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     real = int(lengths.sum())
-    current = [c.answer.request.prompt[c.start : c.start + c.length] for c in chunks]
-    following = [_padded(c.answer.request.prompt[c.start + 1 :][: c.length], c.length, -1) for c in chunks]
-    slots = np.array([chunk.answer.slot for chunk in chunks], np.int32)
-    states = scheduler.state_slot[slots]
+    current = [c.answer.tokens(c.start, c.start + c.length) for c in chunks]
+    following = [
+        _padded(c.answer.tokens(c.start + 1, min(c.start + c.length + 1, c.placement.target)), c.length, -1)
+        for c in chunks
+    ]
+    slots = np.array([chunk.placement.row for chunk in chunks], np.int32)
     cu_seqlens = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
     within = np.arange(real, dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths)
+    snapshots = np.full((2, rows, MAX_SNAPSHOTS), -1, np.int32)
+    for row, chunk in enumerate(chunks):
+        for column, pair in enumerate(chunk.snapshots):
+            snapshots[:, row, column] = pair
     return PrefillBatch(
         tokens=_padded(_joined(current), tokens, 0),
         next_tokens=_padded(_joined(following), tokens, -1),
@@ -55,35 +66,45 @@ def prefill_batch(chunks: Sequence[Chunk], scheduler: Scheduler, tokens: int) ->
         cu_seqlens=_padded(cu_seqlens, rows + 1, real),
         row_starts=_padded(starts, rows, 0),
         block_tables=_padded(scheduler.block_tables[slots], rows, -1),
-        state_slots=_padded(states, rows, -1),
-        initial_slots=_padded(np.where(starts > 0, states, -1), rows, -1),
-        snapshot_slots=_padded(NO_IDS, rows, -1),
+        state_slots=_column([c.placement.state_slot for c in chunks], rows, -1),
+        initial_slots=_column([c.initial_slot for c in chunks], rows, -1),
+        snapshot_after=snapshots[0],
+        snapshot_slots=snapshots[1],
         request_slots=_padded(slots, rows, -1),
         sample=_padded(np.array([chunk.last for chunk in chunks], bool), rows, False),
-        limits=_padded(np.array([chunk.answer.request.limit for chunk in chunks], np.int32), rows, 0),
+        limits=_column([c.answer.request.limit for c in chunks], rows, 0),
         sampling=sampling_rows([chunk.answer for chunk in chunks], rows),
     )
 
 
-def decode_batch(answers: Sequence[Answer], scheduler: Scheduler, rows: int) -> DecodeBatch:
+def decode_batch(windows: Sequence[Window], scheduler: Scheduler, rows: int) -> DecodeBatch:
     """One window of each answer, in `rows` rows."""
-    slots = np.array([answer.slot for answer in answers], np.int32)
+    slots = np.array([window.placement.row for window in windows], np.int32)
+    tables = [_table(window, scheduler) for window in windows]
     return DecodeBatch(
-        block_tables=_padded(scheduler.block_tables[slots], rows, -1),
-        state_slots=_padded(scheduler.state_slot[slots], rows, -1),
+        block_tables=_padded(np.array(tables, np.int32).reshape(len(windows), -1), rows, -1)
+        if windows
+        else np.full((rows, scheduler.block_tables.shape[1]), -1, np.int32),
+        state_slots=_column([w.placement.state_slot for w in windows], rows, -1),
         request_slots=_padded(slots, rows, -1),
-        limits=_padded(np.array([answer.request.limit for answer in answers], np.int32), rows, 0),
-        publish_positions=_padded(NO_IDS, rows, -1),
-        publish_slots=_padded(NO_IDS, rows, -1),
-        sampling=sampling_rows(answers, rows),
+        limits=_column([w.limit for w in windows], rows, 0),
+        publish_positions=_column([w.publish_position for w in windows], rows, -1),
+        publish_slots=_column([w.publish_slot for w in windows], rows, -1),
+        sampling=sampling_rows([window.answer for window in windows], rows),
     )
+
+
+def _table(window: Window, scheduler: Scheduler) -> np.ndarray:
+    """A closed answer's row of the table is gone already; nothing of it is run, so none is needed."""
+    table = scheduler.block_tables[window.placement.row]
+    return table if window.limit else np.full_like(table, -1)
 
 
 def sampling_rows(answers: Sequence[Answer], rows: int) -> SamplingRows:
     """Padding rows are greedy."""
     params = [answer.request.sampling for answer in answers]
 
-    def column(values: list[float] | list[int], dtype: type, fill: float = 0) -> Any:
+    def column(values: Sequence[float], dtype: type, fill: float = 0) -> Any:
         return _padded(np.array(values, dtype), rows, fill)
 
     return SamplingRows(
@@ -93,7 +114,17 @@ def sampling_rows(answers: Sequence[Answer], rows: int) -> SamplingRows:
         min_p=column([p.min_p for p in params], np.float32),
         seeds=column([answer.request.seed for answer in answers], np.uint32),
         choices=column([answer.index for answer in answers], np.int32),
+        repetition=column([p.repetition_penalty for p in params], np.float32, 1),
+        frequency=column([p.frequency_penalty for p in params], np.float32),
+        presence=column([p.presence_penalty for p in params], np.float32),
+        ends_from=column([len(a.request.prompt) + a.request.sampling.min_tokens for a in answers], np.int32),
+        processed=column([needs_tables(p) for p in params], np.bool_),
+        logprobs=column([p.logprobs is not None for p in params], np.bool_),
     )
+
+
+def _column(values: Sequence[int], rows: int, fill: int) -> Any:
+    return _padded(np.array(values, np.int32), rows, fill)
 
 
 def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:

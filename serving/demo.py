@@ -46,8 +46,9 @@ def ask(base: str, question: str) -> dict[str, Any]:
 def main(model: str) -> None:
     base = f"http://127.0.0.1:{(port := free_port())}"
     start = time.monotonic()
-    command = [sys.executable, "-m", "glm_jax.serve", model, "--port", str(port), "--max-num-seqs", "2"]
-    server = subprocess.Popen([*command, "--max-num-batched-tokens", "256"])
+    command = [sys.executable, "-m", "glm_jax.serve", model, "--port", str(port)]
+    limits = ["--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--max-model-len", "1024"]
+    server = subprocess.Popen([*command, *limits])
     try:
         wait_until_healthy(base, server)
         print(f"{model} is served at {base} after {time.monotonic() - start:.1f} s")

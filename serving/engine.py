@@ -1,25 +1,39 @@
-"""The engine: takes requests, yields tokens. Everything but `prepare` belongs to the one thread that steps
-it."""
+"""The engine: takes requests, yields tokens. All but `prepare` belongs to the one thread that steps it.
 
-import secrets
+A step plans on the host's tables, dispatches at most one prefill and one decode, and reads the outputs of the
+step before: the device works on step n + 1 while the host turns step n into text. Nothing a plan needs waits
+for an output: positions and drafts of running answers live on the device.
+"""
+
+import dataclasses
+import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
+import jax
 import numpy as np
 
 from glm_jax.config import Config
-from glm_jax.errors import RequestError
 from glm_jax.params import Params
-from glm_jax.sampling_params import SamplingParams
+from glm_jax.sampling_params import MOST_LOGPROBS, SamplingParams
 from glm_jax.steps import StepOutput
 from glm_jax.tokenizer import Tokenizer
 from serving import batches
+from serving.block_pool import BlockPool
 from serving.engine_config import EngineConfig
+from serving.errors import QueueFullError
+from serving.intake import Intake
 from serving.memory_plan import MemoryPlan, geometry, plan_memory
 from serving.model_runner import ModelRunner, Runner
-from serving.output import AnswerProcessor
+from serving.plan import Chunk, Plan, Window
+from serving.prefix_cache import PrefixCache
 from serving.request import Answer, Delta, Request, Status
-from serving.scheduler import Plan, Scheduler
+from serving.sampler_tables import needs_tables, tables_of
+from serving.scheduler import Scheduler
+from serving.state_pool import StatePool
+from serving.statistics import Statistics
+from serving.token_logprobs import LogprobReader
 
 
 class Model(Protocol):
@@ -33,11 +47,21 @@ class Model(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class _Dispatched:
+    """A step on the device."""
+
+    plan: Plan
+    prefill: StepOutput | None
+    decode: StepOutput | None
+    prompt_logprobs: LogprobReader | None
+
+
 class Engine:
     """Continuous batching of requests over one model.
 
-    Answers depend on the request alone: not on what else runs, how prompts are cut into chunks or the rows
-    used.
+    Answers depend on the request alone: not on what else runs, how prompts are cut into chunks, the number of
+    drafts, what was cached, or preemptions.
     """
 
     def __init__(
@@ -47,88 +71,115 @@ class Engine:
         self.config = config or EngineConfig()
         self.plan: MemoryPlan = plan_memory(model.params, model.config, self.config)
         self.tokenizer = model.tokenizer
-        self._model_config = model.config
-        self._runner = runner or ModelRunner(
-            model.params, model.config, geometry(self.config, self.plan.num_blocks)
+        self._vocab_size = model.config.vocab_size
+        sizes = geometry(model.params, self.config, self.plan.num_blocks, self.plan.num_state_slots)
+        self._runner = runner or ModelRunner(model.params, model.config, sizes, top_logprobs=MOST_LOGPROBS)
+        self._cache = PrefixCache(
+            BlockPool(self.plan.num_blocks),
+            StatePool(self.plan.num_state_slots),
+            self.config.block_size,
+            spacing=self.config.snapshot_spacing,
         )
         self._scheduler = Scheduler(
-            self.config,
-            num_blocks=self.plan.num_blocks,
-            max_model_len=self.plan.max_model_len,
-            window=self._runner.window,
+            self.config, self._cache, max_model_len=self.plan.max_model_len, window=self._runner.window
         )
+        self._intake = Intake(
+            model.config,
+            model.tokenizer,
+            max_model_len=self.plan.max_model_len,
+            fingerprint=repr((model.config, sizes["dtype"], sizes["latent_dtype"], self.config.block_size)),
+            shared_cache=self.config.enable_prefix_caching,
+        )
+        self._eos = model.config.eos_token_ids
         self._token_buckets = batches.token_buckets(self.config.max_num_batched_tokens)
         self._row_buckets = batches.row_buckets(self.config.max_num_seqs)
-        self._generated = self._prompted = self._steps = 0
+        self._unread: deque[_Dispatched] = deque()
+        self._statistics = Statistics(self._runner.window)
 
     # --- requests -----------------------------------------------------------------------------------
 
-    def prepare(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> Request:
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
         """Checks a request and builds it, changing nothing; safe on any thread.
 
+        `priority`: lower runs first; `cache_salt`: requests share cached prefixes only under the same salt.
         Raises RequestError naming the value and the bound.
         """
-        sampling = sampling or SamplingParams()
-        tokens = self._tokens(prompt)
-        room = self.plan.max_model_len - len(tokens)
-        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-        if sampling.stop_strings and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this checkpoint has none", "stop")
-        request = Request(
-            prompt=tokens,
-            sampling=sampling,
-            seed=secrets.randbits(32) if sampling.seed is None else _fold(sampling.seed),
-            limit=len(tokens) + max_tokens - 1,
+        return self._intake.prepare(
+            prompt, sampling or SamplingParams(), priority=priority, cache_salt=cache_salt
         )
-        eos = self._model_config.eos_token_ids
-        request.answers = tuple(
-            Answer(request, index, AnswerProcessor(sampling, eos, max_tokens, self.tokenizer))
-            for index in range(sampling.n)
-        )
-        return request
 
     def add(self, request: Request) -> None:
-        """Queues a prepared request."""
+        """Queues a prepared request. Raises QueueFullError, and queues nothing, at the queue's limit."""
+        most = self.config.max_num_queued_reqs
+        if most is not None and len(self._scheduler.waiting) >= most:
+            raise QueueFullError(f"{most} requests are waiting, the most that --max-num-queued-reqs allows")
         for answer in request.answers:
             self._scheduler.add(answer)
 
-    def submit(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> Request:
-        """Queues text or token ids. Raises RequestError, and queues nothing, if the request cannot be
-        served."""
-        request = self.prepare(prompt, sampling)
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """Queues text or token ids; arguments and errors are those of `prepare` and `add`."""
+        request = self.prepare(prompt, sampling, priority=priority, cache_salt=cache_salt)
         self.add(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """Ends a request at any moment of its life; what it holds is free at once. No effect once
-        finished."""
+        """Ends a request at any moment of its life; what it holds is free at once. Nothing once finished."""
         for answer in request.answers:
             if answer.status is not Status.FINISHED:
-                answer.processor.stop("abort")
-                self._scheduler.finish(answer)
+                self._end(answer, "abort")
+
+    def reset_prefix_cache(self, external: bool = False, timeout_s: float = 30.0) -> bool:
+        """Forgets every cached prefix. False, and nothing is forgotten, while a request runs or waits.
+
+        Finished answers whose last state is still being kept are waited for, up to `timeout_s` seconds.
+        `external` also clears the tiers behind the device; there are none yet.
+        """
+        until = time.monotonic() + timeout_s
+        while self.has_work and not self._scheduler.running and not self._scheduler.waiting:
+            if time.monotonic() > until:
+                return False
+            self.step()
+        if self.has_work:
+            return False
+        self._cache.blocks.forget_all()
+        self._cache.states.forget_all()
+        return True
 
     # --- running ------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.waiting or self._scheduler.running)
+        return self._scheduler.has_work or bool(self._unread)
 
     def step(self) -> list[Delta]:
-        """Runs one step and returns what it added to which answers; nothing to do is an empty list."""
-        plan = self._scheduler.schedule()
-        prefill, decode = self._dispatch(plan)
-        deltas = []
-        if prefill is not None:
-            counts, tokens = np.asarray(prefill.counts), np.asarray(prefill.tokens)
-            for row, chunk in enumerate(plan.prefill):
-                self._prompted += chunk.length
-                if chunk.last:
-                    deltas.append(self._extend(chunk.answer, tokens[row, : counts[row]]))
-        if decode is not None:
-            counts, tokens = np.asarray(decode.counts), np.asarray(decode.tokens)
-            for row, answer in enumerate(plan.decode):
-                deltas.append(self._extend(answer, tokens[row, : counts[row]]))
-        self._steps += 1
+        """Runs one step and returns what was read meanwhile, per answer; nothing to do is an empty list."""
+        begin = time.monotonic()
+        deltas: list[Delta] = []
+        plan = self._scheduler.schedule(may_preempt=not self._unread)
+        if plan is None:
+            while self._unread:
+                deltas += self._read(self._unread.popleft())
+            plan = self._scheduler.schedule(may_preempt=True)
+        if plan:
+            self._unread.append(self._dispatch(plan))
+        ahead = 1 if plan and self.config.async_scheduling else 0
+        while len(self._unread) > ahead:
+            deltas += self._read(self._unread.popleft())
+        self._statistics.step(time.monotonic() - begin)
         return deltas
 
     def run_until_idle(self) -> None:
@@ -138,77 +189,138 @@ class Engine:
     def warm_up(self) -> int:
         """Compiles every program that requests can need, by running each on padding. Returns how many."""
         for tokens in self._token_buckets:
-            self._runner.prefill(batches.prefill_batch((), self._scheduler, tokens))
+            output = self._runner.prefill(batches.prefill_batch((), self._scheduler, tokens))
+            self._prompt_logprobs(output, np.zeros(tokens, np.int32))
         for rows in self._row_buckets:
             output = self._runner.decode(batches.decode_batch((), self._scheduler, rows))
+        self._runner.write_sampler_row(0, tables_of(None, self._eos, self._vocab_size))
         np.asarray(output.counts)  # waits for the device
-        return len(self._token_buckets) + len(self._row_buckets)
+        return 2 * len(self._token_buckets) + len(self._row_buckets) + 1
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """Counts since the start, and what is held now."""
-        scheduler = self._scheduler
+        scheduler, blocks, states = self._scheduler, self._cache.blocks, self._cache.states
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "total_blocks": scheduler.blocks.size,
-            "free_blocks": scheduler.blocks.available,
-            "total_state_slots": scheduler.state_slots.size,
-            "free_state_slots": scheduler.state_slots.available,
-            "steps": self._steps,
-            "prompt_tokens": self._prompted,
-            "generation_tokens": self._generated,
+            "total_blocks": blocks.size,
+            "free_blocks": blocks.available,
+            "cached_blocks": blocks.cached,
+            "block_evictions": blocks.evictions,
+            "total_state_slots": states.size,
+            "free_state_slots": states.available,
+            "cached_snapshots": states.cached,
+            "snapshot_evictions": states.evictions,
+            "preemptions": scheduler.preemptions,
+            "prefix_cache_queries": scheduler.queries,
+            "prefix_cache_hits": scheduler.hits,
+            **self._statistics.as_dict(),
         }
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _dispatch(self, plan: Plan) -> tuple[StepOutput | None, StepOutput | None]:
-        prefill = decode = None
+    def _dispatch(self, plan: Plan) -> _Dispatched:
+        prefill = decode = prompt_logprobs = None
+        for chunk in plan.prefill:
+            answer, place = chunk.answer, chunk.placement
+            if chunk.start == place.resumed_at and needs_tables(answer.request.sampling):
+                self._runner.write_sampler_row(place.row, tables_of(answer, self._eos, self._vocab_size))
         if plan.prefill:
             needed = sum(chunk.length for chunk in plan.prefill)
             bucket = batches.smallest_bucket(self._token_buckets, needed)
-            prefill = self._runner.prefill(batches.prefill_batch(plan.prefill, self._scheduler, bucket))
+            batch = batches.prefill_batch(plan.prefill, self._scheduler, bucket)
+            prefill = self._runner.prefill(batch)
+            if any(c.answer.request.sampling.prompt_logprobs is not None for c in plan.prefill):
+                prompt_logprobs = self._prompt_logprobs(prefill, batch.next_tokens)
         if plan.decode:
             bucket = batches.smallest_bucket(self._row_buckets, len(plan.decode))
             decode = self._runner.decode(batches.decode_batch(plan.decode, self._scheduler, bucket))
-        return prefill, decode
+        return _Dispatched(plan, prefill, decode, prompt_logprobs)
 
-    def _extend(self, answer: Answer, tokens: np.ndarray) -> Delta:
+    def _prompt_logprobs(self, prefill: StepOutput, targets: Any) -> LogprobReader:
+        hidden = prefill.hidden
+        return LogprobReader(self._runner.prompt_logprobs(cast(jax.Array, hidden), targets))
+
+    def _read(self, step: _Dispatched) -> list[Delta]:
+        """Turns a step's outputs into answers; waits for the device where it is not done."""
+        deltas = []
+        if step.prefill is not None:
+            output = _HostOutput(step.prefill)
+            first = 0
+            for row, chunk in enumerate(step.plan.prefill):
+                self._statistics.prompted(chunk.length)
+                if step.prompt_logprobs is not None:
+                    self._read_prompt_logprobs(chunk, step.prompt_logprobs, first)
+                first += chunk.length
+                if chunk.last and chunk.answer.placement is chunk.placement:
+                    deltas.append(self._extend(chunk.answer, output, row))
+        if step.decode is not None:
+            output = _HostOutput(step.decode)
+            for row, window in enumerate(step.plan.decode):
+                if window.limit:
+                    deltas += self._read_window(window, output, row)
+        return deltas
+
+    def _read_window(self, window: Window, output: "_HostOutput", row: int) -> list[Delta]:
+        count = int(output.counts[row])
+        self._scheduler.read_window(window, count)
+        answer = window.answer
+        if answer.placement is not window.placement:
+            return []  # finished, aborted or preempted since: nobody wants these tokens
+        self._statistics.verified(count)
+        delta = self._extend(answer, output, row)
+        self._scheduler.publish_answer(answer)
+        return [delta]
+
+    def _read_prompt_logprobs(self, chunk: Chunk, reader: LogprobReader, first: int) -> None:
+        request = chunk.answer.request
+        top = request.sampling.prompt_logprobs
+        if top is None or chunk.answer.index:
+            return
+        for offset in range(chunk.length):
+            position = chunk.start + offset + 1
+            if len(request.prompt_logprobs) == position < len(request.prompt):
+                token = int(request.prompt[position])
+                request.prompt_logprobs.append(reader.at((first + offset,), token, top))
+
+    def _extend(self, answer: Answer, output: "_HostOutput", row: int) -> Delta:
         """Adds a window's tokens; those past the answer's end are dropped."""
+        if not output.healthy[row]:
+            # NaN logits: the request fails alone, and nothing it computed is read again
+            self._statistics.unhealthy()
+            return self._end(answer, "error")
         kept: list[int] = []
         text = ""
-        for token in tokens.tolist():
+        for token in output.tokens[row, : output.counts[row]].tolist():
             kept.append(token)
             text += answer.processor.push(token)
             if answer.finish_reason is not None:
-                self._scheduler.finish(answer)
                 break
-        self._generated += len(kept)
+        top = answer.request.sampling.logprobs
+        if top is not None and output.logprobs is not None:
+            answer.logprobs.extend(output.logprobs.along(row, kept, top))
+        self._statistics.generated(len(kept))
+        if answer.finish_reason is not None:
+            self._finish(answer)
         return Delta(answer, tuple(kept), text, answer.finish_reason, answer.processor.stop_reason)
 
-    def _tokens(self, prompt: str | Sequence[int]) -> np.ndarray:
-        """The prompt as `[tokens]` int32, checked."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("a text prompt needs a tokenizer, and this checkpoint has none", "prompt")
-            prompt = self.tokenizer.encode(prompt)
-        if len(prompt) == 0:
-            raise RequestError("The decoder prompt cannot be empty", "prompt")
-        tokens = np.asarray(prompt)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise RequestError("a prompt must be text or a list of integer token ids", "prompt")
-        vocabulary, longest = self._model_config.vocab_size, self.plan.max_model_len
-        if len(tokens) >= longest:
-            raise RequestError(
-                f"This model's maximum context length is {longest} tokens. However, your prompt contains "
-                f"{len(tokens)} tokens, which leaves no room for an answer.",
-                "prompt",
-            )
-        outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
-        if len(outside):
-            raise RequestError(f"token id {outside[0]} is outside the vocabulary [0, {vocabulary})", "prompt")
-        return tokens.astype(np.int32)
+    def _end(self, answer: Answer, reason: str) -> Delta:
+        """Ends an answer from outside."""
+        shown = len(answer.text)
+        answer.processor.stop(reason)
+        self._finish(answer)
+        return Delta(answer, (), answer.text[shown:], reason, None)
+
+    def _finish(self, answer: Answer) -> None:
+        self._scheduler.finish(answer)
+        self._statistics.finished(answer.finish_reason or "")
 
 
-def _fold(seed: int) -> int:
-    """A seed of up to 64 bits as 32, all of them counting."""
-    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+class _HostOutput:
+    """A step's output on the host; making one waits for the step."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self.counts = np.asarray(output.counts)
+        self.tokens = np.asarray(output.tokens)
+        self.healthy = np.asarray(output.healthy)
+        self.logprobs = None if output.logprobs is None else LogprobReader(output.logprobs)

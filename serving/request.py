@@ -6,7 +6,9 @@ import enum
 import numpy as np
 
 from glm_jax.sampling_params import SamplingParams
+from serving.block_hash import BlockHash
 from serving.output import AnswerProcessor
+from serving.token_logprobs import TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -19,16 +21,18 @@ class Status(enum.Enum):
 class Request:
     """What `Engine.submit` returns; it fills up while the engine steps.
 
-    `token_ids`, `text`, `finish_reason` and `stop_reason` are those of the first answer, `answers` holds all
-    n.
-    finish_reason: None while running, then "stop", "length", "abort" or "error".
+    `token_ids`, `text`, `logprobs`, `finish_reason` and `stop_reason` are those of the first answer,
+    `answers` holds all n. finish_reason: None while running, then "stop", "length", "abort" or "error".
     """
 
     prompt: np.ndarray  # [prompt tokens] int32
     sampling: SamplingParams
     seed: int  # uint32
     limit: int  # positions at or past it are never run: an answer's last token is drawn, not run
+    root: BlockHash  # start of the block hash chain
+    priority: int = 0  # lower runs first
     answers: tuple["Answer", ...] = ()
+    prompt_logprobs: list[TokenLogprobs | None] = dataclasses.field(default_factory=lambda: [None])
     cached_tokens: dict[str, int] = dataclasses.field(
         default_factory=lambda: {"device": 0, "host": 0, "disk": 0}
     )
@@ -46,6 +50,10 @@ class Request:
         return self.answers[0].text
 
     @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return self.answers[0].logprobs
+
+    @property
     def finish_reason(self) -> str | None:
         return self.answers[0].finish_reason
 
@@ -59,6 +67,31 @@ class Request:
 
 
 @dataclasses.dataclass(eq=False)
+class Placement:
+    """What a running answer holds and how far it has got. Gone when it finishes or is preempted."""
+
+    row: int  # row of the scheduler's tables, also its request slot on the device
+    blocks: list[int]
+    state_slot: int
+    initial_slot: int  # state slot the first chunk continues from, -1 for empty state
+    resumed_at: int  # tokens that were cached
+    target: int  # tokens known at admission: what prefill covers
+    caching: bool  # whether its blocks and states are published
+    snapshot_at: tuple[tuple[int, bool], ...]  # boundaries to keep in prefill, ascending; True: regular
+    scheduled: int  # tokens of [0, target) that dispatched chunks cover
+    published: int = 0  # leading blocks published, or shared when it was admitted
+    position: int = 0  # first position of the next window, as far as outputs were read
+    unread: int = 0  # dispatched windows whose outputs were not read yet
+    rolling: list[int] = dataclasses.field(default_factory=list)  # two state slots, written in turn
+    rolling_at: list[int] = dataclasses.field(default_factory=lambda: [-1, -1])  # boundary each holds
+    boundary: int = -1  # next block boundary whose state is kept, -1: none are
+
+    @property
+    def decoding(self) -> bool:
+        return self.scheduled == self.target
+
+
+@dataclasses.dataclass(eq=False)
 class Answer:
     """One of the n answers to a request: the unit that is scheduled.
 
@@ -69,7 +102,12 @@ class Answer:
     index: int  # which of the request's answers
     processor: AnswerProcessor
     status: Status = Status.WAITING
-    slot: int = -1  # row of the scheduler's tables while running
+    arrival: int = 0  # order of submission
+    placement: Placement | None = None
+    hashes: list[BlockHash] = dataclasses.field(default_factory=list)  # chain of its full blocks so far
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    preemptions: int = 0
+    admitted: bool = False  # ever: hits are counted at first admission
 
     @property
     def token_ids(self) -> list[int]:
@@ -82,6 +120,18 @@ class Answer:
     @property
     def finish_reason(self) -> str | None:
         return self.processor.finish_reason
+
+    @property
+    def known_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.processor.token_ids)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Known tokens [start, stop), prompt and answer as one sequence; int32, shorter past the last one."""
+        prompt = self.request.prompt
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        answered = self.processor.token_ids[max(start - len(prompt), 0) : max(stop - len(prompt), 0)]
+        return np.concatenate([prompt[start:stop], np.array(answered, np.int32)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from serving.engine import Engine
 from serving.engine_config import EngineConfig
-from tests.serving.fake_runner import FakeRunner
+from tests.serving.fake_device import FakeDevice
 from tests.serving.tiny_text import weightless_model
 
 
@@ -32,10 +32,12 @@ from tests.serving.tiny_text import weightless_model
 )
 def test_refusals(limits: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Engine(weightless_model(), EngineConfig(**limits), runner=FakeRunner(64))
+        Engine(weightless_model(), EngineConfig(**limits), runner=FakeDevice(64))
 
 
 def test_without_an_override_every_row_can_be_full_length() -> None:
-    engine = Engine(weightless_model(), EngineConfig(max_num_seqs=3), runner=FakeRunner(64))
+    engine = Engine(weightless_model(), EngineConfig(max_num_seqs=3), runner=FakeDevice(64))
     assert engine.stats()["total_blocks"] == 3 * 8
-    assert engine.plan.cache_bytes == engine.plan.fixed_bytes + 24 * engine.plan.block_bytes
+    plan = engine.plan
+    assert plan.num_state_slots == 3 * 3 + 2  # three a running answer, one cached for 1,024 tokens of blocks
+    assert plan.cache_bytes == plan.fixed_bytes + 24 * plan.block_bytes + 11 * plan.state_bytes

@@ -3,6 +3,7 @@ tests."""
 
 import dataclasses
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import tokenizers
@@ -66,8 +67,12 @@ def config(**changes: object) -> Config:
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
+class Weightless(NamedTuple):
+    embed_tokens: jax.Array
+
+
 def weightless_model(**changes: object) -> SimpleNamespace:
     """A model as the engine sees it, for runs on the fake runner: no weights beyond the one the plan looks
     at."""
-    params = SimpleNamespace(embed_tokens=jax.numpy.zeros((1, 1)))
+    params = Weightless(jax.numpy.zeros((1, 1)))
     return SimpleNamespace(config=config(**changes), params=params, tokenizer=TOKENIZER, name="fake")
