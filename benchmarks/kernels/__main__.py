@@ -1,0 +1,47 @@
+"""Runs the kernels' benchmarks: python -m benchmarks.kernels [--tiny] [module ...]."""
+
+import argparse
+import importlib
+import os
+import pathlib
+import traceback
+
+# Torch peers need memory beside jax; read before jax starts.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+from benchmarks.kernels import harness
+
+HERE = pathlib.Path(__file__).parent
+
+
+def main() -> None:
+    found = sorted(
+        p.stem for p in HERE.glob("*.py") if "def measure(" in p.read_text() and p.stem != "__main__"
+    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "modules", nargs="*", metavar="module", help=f"of {', '.join(found)}; all without a name"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small shapes, interpreted: a rehearsal, nothing written"
+    )
+    options = parser.parse_args()
+    if unknown := set(options.modules) - set(found):
+        parser.error(f"no benchmark {sorted(unknown)}; there are {found}")
+    run = harness.Harness(tiny=options.tiny)
+    rows, failed = run.rates(), []
+    for name in options.modules or found:
+        try:
+            rows += importlib.import_module(f"benchmarks.kernels.{name}").measure(run)
+        except Exception:  # one kernel's failure must not cost the others' measurements
+            traceback.print_exc()
+            failed.append(name)
+    if not options.tiny:
+        harness.write(rows, "kernels")
+    print(harness.table(rows))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Measures time on the device, the device's own rates, and peers; makes the rows of a results file.
+
+A kernel's time is that of a program of dependent repeats, less what an empty program takes, over the
+repeats: neither launch nor Python is in it. Floors come from the copy bandwidth and the matrix-product rate
+of the same run.
+"""
+
+import datetime
+import functools
+import json
+import pathlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Row = dict[str, Any]
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "results"
+_COLUMNS = ("name", "value", "unit", "floor", "target", "peer", "peer_value", "error")
+
+
+class Harness:
+    """One run on one device. `tiny` shrinks every shape and interprets the kernels: a rehearsal on a CPU."""
+
+    def __init__(self, tiny: bool = False):
+        self.tiny = tiny
+        self.implementation = "interpret" if tiny else "triton"
+        self.device = jax.devices()[0].device_kind
+        self.trials = 1 if tiny else 5
+
+    def size(self, full: int, tiny: int) -> int:
+        """A dimension of the released model, or a small one in a rehearsal."""
+        return tiny if self.tiny else full
+
+    @functools.cached_property
+    def launch_s(self) -> float:
+        """Seconds from calling an empty program to its end."""
+        empty = jax.jit(lambda x: x + 1)
+        return self._best(lambda: empty(jnp.zeros(())).block_until_ready(), 20)
+
+    def seconds(self, step: Callable[..., Any], carry: Any, *constants: Any, repeats: int = 10) -> float:
+        """Device seconds of `carry = step(carry, *constants)`; carry keeps its structure, shapes and dtypes."""
+        repeats = 1 if self.tiny else repeats
+
+        @jax.jit
+        def chain(carry: Any, *constants: Any) -> Any:
+            for _ in range(repeats):
+                carry = step(carry, *constants)
+            return carry
+
+        run = chain.lower(carry, *constants).compile()
+        best = self._best(lambda: jax.block_until_ready(run(carry, *constants)), self.trials)
+        return max(best - self.launch_s, 0.0) / repeats
+
+    def call_seconds(self, function: Callable[..., Any], *arguments: Any) -> float:
+        """Seconds of one call from Python to the end of its device work."""
+        run = jax.jit(function).lower(*arguments).compile()
+        return self._best(lambda: jax.block_until_ready(run(*arguments)), self.trials)
+
+    def _best(self, call: Callable[[], Any], trials: int) -> float:
+        call()
+        times = []
+        for _ in range(trials):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    @functools.cached_property
+    def copy_rate(self) -> float:
+        """Bytes read and written a second by the fastest of several copies."""
+        rates = []
+        for mebibytes in (1,) if self.tiny else (512, 2048):
+            size = mebibytes * 2**20
+            x = jnp.ones(size // 2, jnp.bfloat16)
+            rates.append(2 * size / max(self.seconds(lambda x: x * 2, x), 1e-9))
+        return max(rates)
+
+    @functools.cached_property
+    def matmul_rate(self) -> float:
+        """FLOP a second of the fastest of several bfloat16 matrix products on random data."""
+        rates = []
+        for n in (64,) if self.tiny else (4096, 8192):
+            x, w = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) * n**-0.5 for i in range(2))
+            rates.append(2 * n**3 / max(self.seconds(lambda x, w: x @ w, x, w), 1e-9))
+        return max(rates)
+
+    def floor(self, *, bytes_moved: float = 0, flop: float = 0) -> float:
+        """The least seconds for so many bytes through memory and so many FLOP, at this run's rates."""
+        return max(bytes_moved / self.copy_rate, flop / self.matmul_rate)
+
+    def torch_seconds(self, function: Callable[[Any], Callable[[], Any]]) -> float | None:
+        """Device seconds of a torch peer under a CUDA graph, or None without torch on a GPU.
+
+        `function(torch)` sets up and returns the call to measure.
+        """
+        try:
+            import torch
+        except ImportError:
+            return None
+        if self.tiny or not torch.cuda.is_available():
+            return None
+        call = function(torch)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(5):
+                call()
+        times = []
+        for _ in range(5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / 5e3)
+        return min(times)
+
+    def row(
+        self,
+        name: str,
+        value: float,
+        *,
+        unit: str = "us",
+        better: str = "lower",
+        floor: float | None = None,
+        target: float | None = None,
+        peer: str | None = None,
+        peer_value: float | None = None,
+        error: float | None = None,
+    ) -> Row:
+        """One row of a results file; what is None is left out. Times are given in `unit`, like all values."""
+        if peer_value is None:
+            peer = None
+        row = {
+            "name": name, "value": value, "unit": unit, "better": better, "floor": floor, "target": target,
+            "peer": peer, "peer_value": peer_value, "error": error, "device": self.device, "jax": jax.__version__,
+            "date": datetime.date.today().isoformat(),
+        }  # fmt: skip
+        return {
+            key: float(f"{v:.5g}") if isinstance(v, float) else v for key, v in row.items() if v is not None
+        }
+
+    def rates(self) -> list[Row]:
+        return [
+            self.row("device copy", self.copy_rate / 1e12, unit="TB/s", better="higher"),
+            self.row("bfloat16 matrix product", self.matmul_rate / 1e12, unit="TFLOP/s", better="higher"),
+            self.row("launch of an empty program", self.launch_s * 1e6),
+        ]
+
+
+def relative_error(actual: Any, expected: np.ndarray) -> float:
+    """Root mean square of the difference over that of the expected values, in float64."""
+    actual = np.asarray(jnp.asarray(actual).astype(jnp.float32), np.float64)
+    return float(np.sqrt(((actual - expected) ** 2).mean() / (expected**2).mean()))
+
+
+def write(rows: list[Row], script: str, folder: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Writes <script>-<device>.json; rows of the same name from an earlier run are replaced, others stay."""
+    device = re.sub(r"[^a-z0-9]+", "-", rows[0]["device"].lower()).strip("-")
+    path = folder / f"{script}-{device}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    earlier = json.loads(path.read_text()) if path.exists() else []
+    names = {row["name"] for row in rows}
+    kept = [row for row in earlier if row["name"] not in names]
+    lines = ",\n ".join(json.dumps(row) for row in kept + rows)
+    path.write_text(f"[{lines}]\n")
+    return path
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as aligned text."""
+    cells = [[_text(row.get(column, "")) for column in _COLUMNS] for row in rows]
+    cells.insert(0, list(_COLUMNS))
+    widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells
+    )
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
