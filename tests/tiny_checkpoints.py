@@ -85,17 +85,19 @@ def random_tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
-def dequantized_tensors(tensors: dict[str, np.ndarray], dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """The twin without scales: every fp8 tensor multiplied out, element by element."""
+def dequantized(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """`[..., out, in]` fp8 times the scale of each element's 128 x 128 block, in float32."""
+    rows, columns = np.indices(values.shape[-2:])
+    return values.astype(np.float32) * scales[..., rows // 128, columns // 128]
+
+
+def dequantized_tensors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The twin without scales: every fp8 tensor multiplied out to float32."""
     twin = {}
     for name, tensor in tensors.items():
         scales = tensors.get(f"{name}_scale_inv")
-        if scales is not None:
-            rows, columns = np.indices(tensor.shape)
-            tensor = tensor.astype(np.float32) * scales[rows // 128, columns // 128]
-            tensor = tensor.astype(dtype)
         if not name.endswith("_scale_inv"):
-            twin[name] = tensor
+            twin[name] = tensor if scales is None else dequantized(tensor, scales)
     return twin
 
 
