@@ -32,6 +32,14 @@ class SamplingRows:
 
 
 @struct.dataclass
+class GrammarMask:
+    """Which tokens guided rows may draw; other rows' bits are all set."""
+
+    words: jax.Array  # [rows, window, ceil(vocab / 32)] uint32, lowest bit first, of the whole vocabulary
+    active: jax.Array  # [] bool: whether any row is guided; a step without one never reads the words
+
+
+@struct.dataclass
 class Logprobs:
     """Natural log-probabilities of the raw logits."""
 
@@ -48,15 +56,14 @@ def process_logits(
     request_slots: jax.Array,
     window: jax.Array,
     positions: jax.Array,
-    grammar: jax.Array | None = None,
+    grammar: GrammarMask | None = None,
     axis: str | None = None,
 ) -> jax.Array:
     """Penalties, bias and minimum length, then the grammar, on `logits [rows, window, vocab]`.
 
     `window [rows, window]` are the tokens being verified: the first is counted in the tables already, the
     drafts after it count for the positions behind them. `positions [rows, window]` are those of the tokens to
-    be sampled. `grammar [rows, window, ceil(vocab / 32)]` uint32 has a bit for each allowed token of the
-    whole vocabulary. Rows without tables pass unchanged; a step without any such row pays nothing.
+    be sampled. Rows without tables pass unchanged; a step without any such row pays nothing.
     """
     count, width, size = logits.shape
     start = shard_start(size, axis)
@@ -85,10 +92,14 @@ def process_logits(
     logits = jax.lax.cond(jnp.any(rows.processed), with_tables, lambda x: x, logits)
     if grammar is None:
         return logits
-    flat_words = grammar.reshape(count * width, -1)
-    if axis is not None:
-        flat_words = _words_of_shard(flat_words, start, size)
-    return apply_mask(logits.reshape(count * width, size), flat_words).reshape(logits.shape)
+
+    def guided(logits: jax.Array) -> jax.Array:
+        words = grammar.words.reshape(count * width, -1)
+        if axis is not None:
+            words = _words_of_shard(words, start, size)
+        return apply_mask(logits.reshape(count * width, size), words).reshape(logits.shape)
+
+    return jax.lax.cond(grammar.active, guided, lambda x: x, logits)
 
 
 def _words_of_shard(words: jax.Array, start: jax.Array, size: int) -> jax.Array:

@@ -13,6 +13,7 @@ MOST_CHOICES = 128
 MOST_STOPS = 64
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def _number(name: str, value: Any, low: float, high: float, bounds: str) -> None:
@@ -57,6 +58,8 @@ class SamplingParams:
         allowed_token_ids: only these can be drawn.
         logprobs: log-probabilities of the drawn token and of this many best alternatives, 0 to 20.
         prompt_logprobs: the same for every prompt token; such requests read no cached prefix.
+        structured_outputs: what the answer must be, exactly one of {"json": schema}, {"json_object": True},
+            {"regex": pattern}, {"choice": [texts]} or {"grammar": Lark grammar}.
     """
 
     n: int = 1
@@ -79,6 +82,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MOST_CHOICES)
@@ -131,6 +135,13 @@ class SamplingParams:
             for value in biases.values():
                 _number("logit_bias", value, -100.0, 100.0, "between -100 and 100")
             object.__setattr__(self, "logit_bias", biases)
+        if self.structured_outputs is not None:
+            given = self.structured_outputs
+            if not isinstance(given, Mapping) or len(given) != 1 or not set(given) <= set(STRUCTURES):
+                raise RequestError(
+                    f"structured_outputs must have exactly one of {STRUCTURES}, got {given!r}",
+                    "structured_outputs",
+                )
         if self.allowed_token_ids is not None:
             allowed = tuple(self.allowed_token_ids)
             if not allowed:

@@ -17,7 +17,15 @@ from glm_jax.cache import Cache, slot_or_drop
 from glm_jax.config import Config
 from glm_jax.model import vocabulary_logits
 from glm_jax.params import Params
-from glm_jax.sampling import Logprobs, SamplingRows, count_tokens, logprobs_of, process_logits, sample
+from glm_jax.sampling import (
+    GrammarMask,
+    Logprobs,
+    SamplingRows,
+    count_tokens,
+    logprobs_of,
+    process_logits,
+    sample,
+)
 
 PROMPT_LOGPROB_TILE = 64
 """Rows of logits at once: 64 x 154,880 float32 are 40 MB."""
@@ -44,7 +52,7 @@ class PrefillBatch:
     sample: jax.Array  # [rows] bool: the chunk reaches the prompt's end
     limits: jax.Array  # [rows] int32: positions at or past it are never run
     sampling: SamplingRows
-    grammar: jax.Array | None = None  # [rows, 1, ceil(vocab / 32)] uint32 bits of allowed tokens
+    grammar: GrammarMask | None = None  # of a window of 1
 
 
 @struct.dataclass
@@ -58,7 +66,7 @@ class DecodeBatch:
     publish_positions: jax.Array  # [rows] int32: boundary whose state is stored when crossed, -1 none
     publish_slots: jax.Array  # [rows] int32
     sampling: SamplingRows
-    grammar: jax.Array | None = None  # [rows, window, ceil(vocab / 32)] uint32 bits of allowed tokens
+    grammar: GrammarMask | None = None
 
 
 @struct.dataclass
@@ -66,6 +74,7 @@ class StepOutput:
     tokens: jax.Array  # [rows, window] int32: sampled tokens, those past `counts` are meaningless
     counts: jax.Array  # [rows] int32: how many of them are committed (0: the row sampled nothing)
     starts: jax.Array  # [rows] int32: absolute position of the first of them
+    drafts: jax.Array  # [rows, window - 1] int32: what the next window proposes
     healthy: jax.Array  # [rows] bool: no NaN among the logits of the positions that ran
     logprobs: Logprobs | None  # [rows, window, ...]; None when compiled without
     hidden: jax.Array | None  # [tokens, hidden]: prefill's, for `prompt_logprobs`
@@ -137,7 +146,7 @@ def prefill(
         one = logprobs_of(raw, sampled, wanted, top_logprobs, axis)
         logprobs = jax.tree.map(lambda x: jnp.pad(x, (*pad, *((0, 0),) * (x.ndim - 2))), one)
     healthy = ~jnp.isnan(jnp.max(raw, axis=(1, 2)))
-    return StepOutput(jnp.pad(sampled, pad), counts, ends, healthy, logprobs, hidden), cache
+    return StepOutput(jnp.pad(sampled, pad), counts, ends, drafts, healthy, logprobs, hidden), cache
 
 
 def decode(
@@ -218,7 +227,7 @@ def decode(
     if top_logprobs:
         logprobs = logprobs_of(raw, sampled, batch.sampling.logprobs & live, top_logprobs, axis)
     healthy = ~jnp.any(jnp.isnan(jnp.max(raw, axis=2)) & runs, axis=1)
-    return StepOutput(sampled, counts, start + 1, healthy, logprobs, None), cache
+    return StepOutput(sampled, counts, start + 1, drafts, healthy, logprobs, None), cache
 
 
 def _replay(batch: DecodeBatch, start: jax.Array, accepted: jax.Array) -> paged.Replay:

@@ -35,6 +35,10 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The tokenizer in the form of a tokenizer.json."""
+        return self._backend.to_str()
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokens that carry no text of their own (role markers, end of text, ...)."""

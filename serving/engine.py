@@ -23,6 +23,7 @@ from serving import batches
 from serving.block_pool import BlockPool
 from serving.engine_config import EngineConfig
 from serving.errors import QueueFullError
+from serving.grammar import mask_of
 from serving.intake import Intake
 from serving.memory_plan import MemoryPlan, geometry, plan_memory
 from serving.model_runner import ModelRunner, Runner
@@ -169,6 +170,9 @@ class Engine:
         """Runs one step and returns what was read meanwhile, per answer; nothing to do is an empty list."""
         begin = time.monotonic()
         deltas: list[Delta] = []
+        if self._scheduler.guided:
+            while self._unread:
+                deltas += self._read(self._unread.popleft())
         plan = self._scheduler.schedule(may_preempt=not self._unread)
         if plan is None:
             while self._unread:
@@ -229,12 +233,23 @@ class Engine:
             needed = sum(chunk.length for chunk in plan.prefill)
             bucket = batches.smallest_bucket(self._token_buckets, needed)
             batch = batches.prefill_batch(plan.prefill, self._scheduler, bucket)
+            guided = [
+                c.answer.grammar.masks(()) if c.answer.grammar and c.last else None for c in plan.prefill
+            ]
+            batch = batch.replace(grammar=mask_of(guided, batch.request_slots.shape[0], 1, self._vocab_size))
             prefill = self._runner.prefill(batch)
             if any(c.answer.request.sampling.prompt_logprobs is not None for c in plan.prefill):
                 prompt_logprobs = self._prompt_logprobs(prefill, batch.next_tokens)
         if plan.decode:
             bucket = batches.smallest_bucket(self._row_buckets, len(plan.decode))
-            decode = self._runner.decode(batches.decode_batch(plan.decode, self._scheduler, bucket))
+            batch = batches.decode_batch(plan.decode, self._scheduler, bucket)
+            guided = [
+                w.answer.grammar.masks(w.placement.drafts) if w.answer.grammar and w.limit else None
+                for w in plan.decode
+            ]
+            width = self._runner.window
+            batch = batch.replace(grammar=mask_of(guided, bucket, width, self._vocab_size))
+            decode = self._runner.decode(batch)
         return _Dispatched(plan, prefill, decode, prompt_logprobs)
 
     def _prompt_logprobs(self, prefill: StepOutput, targets: Any) -> LogprobReader:
@@ -296,6 +311,10 @@ class Engine:
             text += answer.processor.push(token)
             if answer.finish_reason is not None:
                 break
+        if answer.grammar is not None:
+            answer.grammar.accept(kept)
+            if answer.placement is not None:
+                answer.placement.drafts = tuple(output.drafts()[row].tolist())
         top = answer.request.sampling.logprobs
         if top is not None and output.logprobs is not None:
             answer.logprobs.extend(output.logprobs.along(row, kept, top))
@@ -323,4 +342,9 @@ class _HostOutput:
         self.counts = np.asarray(output.counts)
         self.tokens = np.asarray(output.tokens)
         self.healthy = np.asarray(output.healthy)
+        self._drafts = output.drafts
         self.logprobs = None if output.logprobs is None else LogprobReader(output.logprobs)
+
+    def drafts(self) -> np.ndarray:
+        """`[rows, window - 1]`, copied only when asked for."""
+        return np.asarray(self._drafts)

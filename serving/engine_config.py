@@ -13,8 +13,8 @@ class EngineConfig:
     """Checked when made: ValueError naming the field, its value and the bound.
 
     Attributes:
-        max_model_len: most tokens of a request, prompt and answer together; None: what the model allows, on a CPU
-            at most 4096.
+        max_model_len: most tokens of a request, prompt and answer together; None: what the model allows,
+            on a CPU at most 4096.
         max_num_seqs: most answers generated at once.
         max_num_batched_tokens: most tokens one engine step runs, prefill and decode together.
         gpu_memory_utilization: share of a device's memory that weights and cache may fill.

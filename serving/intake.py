@@ -10,6 +10,7 @@ from glm_jax.errors import RequestError
 from glm_jax.sampling_params import SamplingParams
 from glm_jax.tokenizer import Tokenizer
 from serving.block_hash import root_hash
+from serving.grammar import Grammars
 from serving.output import AnswerProcessor
 from serving.request import Answer, Request
 
@@ -33,6 +34,7 @@ class Intake:
         self._max_model_len = max_model_len
         self._fingerprint = fingerprint
         self._shared_cache = shared_cache
+        self._grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
 
     def prepare(
         self,
@@ -60,8 +62,14 @@ class Intake:
             priority=priority,
         )
         eos = self._config.eos_token_ids
+        structure = sampling.structured_outputs
         request.answers = tuple(
-            Answer(request, index, AnswerProcessor(sampling, eos, max_tokens, self._tokenizer))
+            Answer(
+                request,
+                index,
+                AnswerProcessor(sampling, eos, max_tokens, self._tokenizer),
+                None if structure is None else self._grammars.start(structure),
+            )
             for index in range(sampling.n)
         )
         return request

@@ -6,19 +6,15 @@ Everything above it works on numpy arrays; everything below is jit. One thread m
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from glm_jax import cache as caches
-from glm_jax import steps
+from glm_jax.cache import FLOAT8, SamplerTables
+from glm_jax.compiled_steps import compile_steps, create_cache, mesh_of
 from glm_jax.config import Config
 from glm_jax.params import Params
-from glm_jax.sampling import Logprobs
+from glm_jax.sampling import GrammarMask, Logprobs
 from glm_jax.steps import DecodeBatch, PrefillBatch, StepOutput
-
-_STATIC = ("config", "implementation", "top_logprobs")
-_prefill = jax.jit(steps.prefill, static_argnames=_STATIC, donate_argnames="cache")
-_decode = jax.jit(steps.decode, static_argnames=_STATIC, donate_argnames="cache")
-_prompt_logprobs = jax.jit(steps.prompt_logprobs, static_argnames="top")
-_write_sampler_row = jax.jit(caches.write_sampler_row, donate_argnames="cache")
 
 
 class Runner(Protocol):
@@ -32,7 +28,7 @@ class Runner(Protocol):
 
     def prompt_logprobs(self, hidden: jax.Array, targets: Any) -> Logprobs: ...
 
-    def write_sampler_row(self, row: int, tables: caches.SamplerTables) -> None: ...
+    def write_sampler_row(self, row: int, tables: SamplerTables) -> None: ...
 
 
 class ModelRunner:
@@ -51,21 +47,39 @@ class ModelRunner:
         """`geometry`: the sizes that `glm_jax.cache.create` takes; `fill`: what unused memory holds (tests
         use NaN); `top_logprobs`: most alternatives a request can ask for."""
         self._params = params
-        self._static = {"config": config, "implementation": implementation, "top_logprobs": top_logprobs}
-        self._top = top_logprobs
-        self._cache = caches.create(config, fill=fill, **geometry)
+        self._steps = compile_steps(
+            params,
+            config,
+            fp8_latents=geometry["latent_dtype"] == FLOAT8,
+            top_logprobs=top_logprobs,
+            implementation=implementation,
+        )
+        self._cache = create_cache(config, mesh_of(params), fill=fill, **geometry)
         self.window = self._cache.window
+        self._words = -(-config.vocab_size // 32)
+        self._neutral: dict[tuple[int, int], GrammarMask] = {}
 
     def prefill(self, batch: PrefillBatch) -> StepOutput:
-        output, self._cache = _prefill(self._params, cache=self._cache, batch=batch, **self._static)
+        if batch.grammar is None:
+            batch = batch.replace(grammar=self._unguided(batch.request_slots.shape[0], 1))
+        output, self._cache = self._steps.prefill(self._params, self._cache, batch)
         return output
 
     def decode(self, batch: DecodeBatch) -> StepOutput:
-        output, self._cache = _decode(self._params, cache=self._cache, batch=batch, **self._static)
+        if batch.grammar is None:
+            batch = batch.replace(grammar=self._unguided(batch.request_slots.shape[0], self.window))
+        output, self._cache = self._steps.decode(self._params, self._cache, batch)
         return output
 
     def prompt_logprobs(self, hidden: jax.Array, targets: Any) -> Logprobs:
-        return _prompt_logprobs(self._params, hidden, targets, top=self._top)
+        return self._steps.prompt_logprobs(self._params, hidden, targets)
 
-    def write_sampler_row(self, row: int, tables: caches.SamplerTables) -> None:
-        self._cache = _write_sampler_row(self._cache, row, tables)
+    def write_sampler_row(self, row: int, tables: SamplerTables) -> None:
+        self._cache = self._steps.write_sampler_row(self._cache, row, tables)
+
+    def _unguided(self, rows: int, window: int) -> GrammarMask:
+        """A mask that is never read; kept on the device, so that a step without guidance uploads none."""
+        if (rows, window) not in self._neutral:
+            words = jnp.full((rows, window, self._words), np.uint32(0xFFFFFFFF))
+            self._neutral[rows, window] = GrammarMask(words, jnp.zeros((), bool))
+        return self._neutral[rows, window]

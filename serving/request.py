@@ -7,6 +7,7 @@ import numpy as np
 
 from glm_jax.sampling_params import SamplingParams
 from serving.block_hash import BlockHash
+from serving.grammar import GrammarState
 from serving.output import AnswerProcessor
 from serving.token_logprobs import TokenLogprobs
 
@@ -81,6 +82,7 @@ class Placement:
     scheduled: int  # tokens of [0, target) that dispatched chunks cover
     published: int = 0  # leading blocks published, or shared when it was admitted
     position: int = 0  # first position of the next window, as far as outputs were read
+    drafts: tuple[int, ...] = ()  # proposed for the next window; read only where a grammar needs them
     unread: int = 0  # dispatched windows whose outputs were not read yet
     rolling: list[int] = dataclasses.field(default_factory=list)  # two state slots, written in turn
     rolling_at: list[int] = dataclasses.field(default_factory=lambda: [-1, -1])  # boundary each holds
@@ -101,6 +103,7 @@ class Answer:
     request: Request
     index: int  # which of the request's answers
     processor: AnswerProcessor
+    grammar: GrammarState | None = None  # what a guided answer may say next
     status: Status = Status.WAITING
     arrival: int = 0  # order of submission
     placement: Placement | None = None

@@ -66,6 +66,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self._closing)
 
+    @property
+    def guided(self) -> bool:
+        """Whether a running or waiting answer follows a grammar, which needs every output before it plans."""
+        return any(answer.grammar is not None for answer in (*self.running, *self.waiting))
+
     def add(self, answer: Answer) -> None:
         answer.arrival = self._arrivals
         self._arrivals += 1

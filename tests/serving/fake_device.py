@@ -137,10 +137,11 @@ class FakeDevice:
                 self.states[int(slot)] = tokens[: start + after]
         row = self.rows.setdefault(int(batch.request_slots[i]), Row())
         if batch.sample[i]:
-            drawn = self._draw(tokens, batch, i, out)
+            drawn = self._draw(tokens, batch, i, 0, out)
             out["counts"][i], out["tokens"][i, 0] = 1, drawn
             row.position, row.accepted = len(tokens), 0
             row.window = (drawn, *self._drafts((*tokens, drawn), batch, i))
+            out["drafts"][i] = row.window[1:]
             follows[-1] = drawn
         for position in range(start, start + len(chunk)):
             self._write(self.mtp, table, tokens[: position + 1])
@@ -169,7 +170,7 @@ class FakeDevice:
                 break
             tokens = (*tokens, token)
             self._write(self.target, table, tokens)
-            drawn.append(self._draw(tokens, batch, i, out))
+            drawn.append(self._draw(tokens, batch, i, offset, out))
         for count in range(row.position + 1, len(tokens) + 1):
             self._write(self.mtp, table, tokens[:count])
         out["counts"][i] = len(drawn)
@@ -177,6 +178,7 @@ class FakeDevice:
         row.accepted = len(drawn)
         row.position += len(drawn)
         row.window = (drawn[-1], *self._drafts((*tokens, drawn[-1]), batch, i))
+        out["drafts"][i] = row.window[1:]
 
     def _check_context(self, table: np.ndarray, tokens: tuple[int, ...]) -> None:
         """Every cache row below the next position holds what this very sequence put there."""
@@ -194,9 +196,14 @@ class FakeDevice:
         assert block >= 0, f"position {position} has no block"
         return block, position % self.block_size
 
-    def _draw(self, tokens, batch, i, out) -> int:  # type: ignore[no-untyped-def]
+    def _draw(self, tokens, batch, i, offset, out) -> int:  # type: ignore[no-untyped-def]
         seed = 0 if batch.sampling.temperature[i] == 0 else int(batch.sampling.seeds[i]) + 1
         token = self.next_token(tokens, seed + int(batch.sampling.choices[i]))
+        if batch.grammar is not None and batch.grammar.active:
+            words = batch.grammar.words[i, offset]
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            if token not in allowed:
+                token = int(allowed[token % len(allowed)])
         if token in self.sick:
             out["healthy"][i] = False
         return token
@@ -216,6 +223,7 @@ class FakeDevice:
             "tokens": np.zeros((rows, self.window), np.int32),
             "counts": np.zeros(rows, np.int32),
             "healthy": np.ones(rows, bool),
+            "drafts": np.zeros((rows, self.window - 1), np.int32),
         }
 
     def _output(self, out: dict[str, np.ndarray]) -> StepOutput:
