@@ -1,8 +1,8 @@
 """Orbax checkpoints of a model: save, and restore onto any mesh.
 
 The folder holds config.json, the tokenizer's files and, under `params/`, an Orbax tree of arrays keyed by
-dotted leaf path ("layers.3.attention.o_proj"; `.values` and `.scales` for fp8 leaves), so that the format does
-not depend on the classes of the parameter tree.
+dotted leaf path ("layers.3.attention.o_proj"; `.values` and `.scales` for fp8 leaves), so that the format
+does not depend on the classes of the parameter tree.
 """
 
 import dataclasses

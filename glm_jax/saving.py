@@ -35,8 +35,8 @@ def save(
     """Writes config.json, safetensors shards and the tokenizer's files.
 
     A model loaded with `dtype=None` is written back byte for byte per tensor; tensors that loading skipped
-    (the vision tower) are copied from `model.source`; fp8 tensors that loading had to dequantise (it says so) are
-    written as they are in memory. The folder appears under its name only once complete.
+    (the vision tower) are copied from `model.source`; fp8 tensors that loading had to dequantise (it says so)
+    are written as they are in memory. The folder appears under its name only once it is complete.
 
     Args:
         model: the model; `source` None writes no tokenizer files.
