@@ -43,7 +43,7 @@ class Harness:
         return self._best(lambda: empty(jnp.zeros(())).block_until_ready(), 20)
 
     def seconds(self, step: Callable[..., Any], carry: Any, *constants: Any, repeats: int = 10) -> float:
-        """Device seconds of `carry = step(carry, *constants)`; carry keeps its structure, shapes and dtypes."""
+        """Device seconds of `carry = step(carry, *constants)`; carry keeps its shapes and dtypes."""
         repeats = 1 if self.tiny else repeats
 
         @jax.jit
@@ -140,11 +140,9 @@ class Harness:
         """One row of a results file; what is None is left out. Times are given in `unit`, like all values."""
         if peer_value is None:
             peer = None
-        row = {
-            "name": name, "value": value, "unit": unit, "better": better, "floor": floor, "target": target,
-            "peer": peer, "peer_value": peer_value, "error": error, "device": self.device, "jax": jax.__version__,
-            "date": datetime.date.today().isoformat(),
-        }  # fmt: skip
+        row = {"name": name, "value": value, "unit": unit, "better": better, "floor": floor, "target": target}
+        row |= {"peer": peer, "peer_value": peer_value, "error": error}
+        row |= {"device": self.device, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
         return {
             key: float(f"{v:.5g}") if isinstance(v, float) else v for key, v in row.items() if v is not None
         }

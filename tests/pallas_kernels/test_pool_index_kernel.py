@@ -1,4 +1,4 @@
-"""The indexer's kernels in the Pallas interpreter against numpy, and their lowering."""
+"""The indexer's kernels on a GPU, or in the Pallas interpreter, against numpy, and their lowering."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,15 @@ from tests.pallas_kernels import sparse_oracles as oracle
 from tests.pallas_kernels.lowering import lower
 from tests.pallas_kernels.test_pool_index import paged_problem, tied_scores
 
+KERNEL = "interpret" if jax.default_backend() == "cpu" else "triton"  # the same tests run on a GPU
+
 
 def select(scores: np.ndarray, counts: np.ndarray, k: int, longest_segment: int = 8192) -> np.ndarray:
-    run = jax.jit(lambda s, c: select_kernel.select(s, c, k, interpret=True, longest_segment=longest_segment))
+    run = jax.jit(
+        lambda s, c: select_kernel.select(
+            s, c, k, interpret=KERNEL == "interpret", longest_segment=longest_segment
+        )
+    )
     return np.asarray(run(jnp.asarray(scores), jnp.asarray(counts)))
 
 
@@ -62,7 +68,9 @@ def test_paged_selection(tokens: int, tile: int, shares: int):
     arrays = [jnp.asarray(x) for x in (q, head_weights, pooled, tables, row_of_token, counts)]
 
     def run(layer, q, head_weights, pooled, *rest):
-        return kernel.select_paged(q, head_weights, pooled, layer, *rest, 6, interpret=True, tiles=tiles)
+        return kernel.select_paged(
+            q, head_weights, pooled, layer, *rest, 6, interpret=KERNEL == "interpret", tiles=tiles
+        )
 
     expected = op.select_paged_reference(*arrays[:3], 1, *arrays[3:], 6)
     np.testing.assert_array_equal(jax.jit(run)(1, *arrays), expected)
@@ -72,9 +80,9 @@ def test_public_op_in_pieces_of_bounded_scores(monkeypatch: pytest.MonkeyPatch):
     q, head_weights, pooled, tables, row_of_token, counts = paged_problem(5, 24, heads=16)
     arrays = [jnp.asarray(x) for x in (q, head_weights, pooled, 1, tables, row_of_token, counts)]
     expected = op.select_paged(*arrays, 6, implementation="xla")
-    np.testing.assert_array_equal(op.select_paged(*arrays, 6, implementation="interpret"), expected)
+    np.testing.assert_array_equal(op.select_paged(*arrays, 6, implementation=KERNEL), expected)
     monkeypatch.setattr(kernel, "SCORE_BYTES", 5 * 24 * 4)
-    np.testing.assert_array_equal(op.select_paged(*arrays, 6, implementation="interpret"), expected)
+    np.testing.assert_array_equal(op.select_paged(*arrays, 6, implementation=KERNEL), expected)
 
 
 def test_other_rows_and_later_tokens_change_nothing():
@@ -84,7 +92,7 @@ def test_other_rows_and_later_tokens_change_nothing():
 
     def run(q, rows):
         arrays = map(jnp.asarray, (q, head_weights, pooled, 1, tables, rows, counts))
-        return np.asarray(op.select_paged(*arrays, 6, implementation="interpret"))
+        return np.asarray(op.select_paged(*arrays, 6, implementation=KERNEL))
 
     whole = run(q, row_of_token)
     q[16:] = 3

@@ -1,0 +1,157 @@
+"""Times tile sizes, warps, stages and splits of sparse MLA and the indexer.
+
+`python -m benchmarks.kernels.tune_sparse_mla [--tiny] [--seconds N]`: every variant is checked against
+float64. `--tiny` rehearses on a CPU. No variant is started after N seconds; one table is printed last.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernels import pool_index, sparse_mla
+from benchmarks.kernels.harness import Harness
+from pallas_kernels import pool_index_kernel, select_kernel, sparse_mla_kernel, triton
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    group: str
+    name: str
+    measure: Callable[[], tuple[float, float]]  # seconds, error
+
+
+def attention_variants(harness: Harness) -> Iterator[Variant]:
+    """(heads, keys, warps, stages) for each kind of problem, splits where there are few queries."""
+    wide = [(64, 32, 8, 3), (64, 32, 8, 4), (64, 32, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 3)]
+    narrow = [(8, 32, 4, 3), (8, 64, 4, 2), (8, 32, 2, 3), (8, 32, 4, 4)]
+    yield from _attention(harness, 2048, 64, False, [(*v, 1) for v in wide])
+    yield from _attention(
+        harness, 2048, 64, True, [(*v, 1) for v in (*wide[:3], (64, 64, 8, 2), (64, 32, 8, 1))]
+    )
+    decode = [(64, 32, 8, 3, 4), (64, 32, 8, 3, 8), (64, 32, 8, 4, 4), (32, 32, 4, 3, 4), (16, 64, 4, 2, 2)]
+    yield from _attention(harness, 32, 64, False, [*decode, (16, 32, 4, 3, 4)])
+    yield from _attention(harness, 32, 64, True, [decode[0], decode[1], decode[3]])
+    yield from _attention(harness, 8192, 8, False, [(*v, 1) for v in narrow])
+    few = [(8, 32, 4, 3, 8), (8, 32, 4, 3, 16), (8, 64, 4, 2, 8), (8, 32, 2, 3, 16)]
+    yield from _attention(harness, 32, 8, False, few)
+    yield from _attention(harness, 1, 64, False, [(64, 32, 8, 3, 32), (32, 32, 4, 3, 32), (16, 32, 4, 3, 16)])
+
+
+def _attention(
+    harness: Harness, queries: int, heads: int, quantized: bool, shapes: list[tuple[int, ...]]
+) -> Iterator[Variant]:
+    queries = harness.size(queries, 2)
+
+    @functools.cache
+    def arrays() -> tuple:
+        return sparse_mla.problem(harness, queries, heads, quantized)
+
+    for block, keys, warps, stages, splits in shapes:
+        tiles = sparse_mla_kernel.Tiles(block, keys, splits, triton.Launch(warps, stages))
+
+        def step(q, latents, scales, indices, tiles=tiles):
+            return sparse_mla_kernel.sparse_mla(
+                q, latents, indices, sparse_mla.SCALE, 1, scales, interpret=harness.tiny, tiles=tiles
+            )
+
+        def measure(step=step) -> tuple[float, float]:
+            seconds = harness.seconds(step, *arrays(), repeats=2 if queries > 1000 else 20)
+            return seconds, sparse_mla.error(
+                jax.jit(step)(*arrays()), arrays()[0], arrays()[1], *arrays()[2:]
+            )
+
+        group = f"attention {queries} x {heads}{' fp8' if quantized else ''}"
+        yield Variant(
+            group, f"heads {block} keys {keys} warps {warps} stages {stages} splits {splits}", measure
+        )
+
+
+def score_variants(harness: Harness) -> Iterator[Variant]:
+    """(tokens, pools, shares, warps, stages); the selection's time is in, the same for all."""
+    prefill = [(8, 64, 1, 8, 2), (8, 64, 1, 8, 3), (8, 128, 1, 8, 2), (4, 64, 1, 4, 2), (4, 128, 1, 8, 3)]
+    prefill += [(4, 64, 1, 4, 3), (8, 64, 2, 4, 2)]
+    decode = [(2, 64, 32, 4, 2), (1, 64, 16, 4, 2), (1, 128, 16, 4, 2), (1, 64, 16, 4, 3), (1, 128, 8, 4, 3)]
+    for requests, tokens, pools, shapes in ((1, 8192, 2048, prefill), (32, 1, 8192, decode)):
+        requests, tokens = harness.size(requests, 2), harness.size(tokens, min(tokens, 5))
+        pools, k = harness.size(pools, 48), harness.size(512, 16)
+        arrays = functools.cache(functools.partial(pool_index.problem, harness, requests, tokens, pools))
+        for tile_tokens, tile_pools, shares, warps, stages in shapes:
+            tiles = pool_index_kernel.Tiles(tile_tokens, tile_pools, shares, triton.Launch(warps, stages))
+
+            def run(q, head_weights, pooled, tables, rows, counts, tiles=tiles, k=k):
+                return pool_index_kernel.select_paged(
+                    q, head_weights, pooled, 1, tables, rows, counts, k, interpret=harness.tiny, tiles=tiles
+                )
+
+            def measure(run=run, arrays=arrays, k=k) -> tuple[float, float]:
+                def step(counts, *rest):
+                    return counts + jnp.minimum(run(*rest, counts)[:, 0], 0)
+
+                seconds = harness.seconds(step, arrays()[5], *arrays()[:5], repeats=4)
+                return seconds, pool_index.wrong_pools(jax.jit(run)(*arrays()), arrays(), k)
+
+            name = f"tokens {tile_tokens} pools {tile_pools} shares {shares} warps {warps} stages {stages}"
+            yield Variant(f"indexer {requests} x {tokens}, {pools} pools", name, measure)
+
+
+def selection_variants(harness: Harness) -> Iterator[Variant]:
+    k = harness.size(512, 16)
+    for rows, pools in ((32, 8192), (8192, 2048), (32, 65536)):
+        rows, pools = harness.size(rows, 4), harness.size(pools, 64)
+        for longest in (8192, 4096, 2048):
+            if longest > pools and longest > 2048:
+                continue
+
+            def measure(rows=rows, pools=pools, longest=longest) -> tuple[float, float]:
+                scores = jax.random.normal(jax.random.key(0), (rows, pools))
+                counts = jnp.full((rows,), pools, jnp.int32)
+                run = functools.partial(
+                    select_kernel.select, k=k, interpret=harness.tiny, longest_segment=longest
+                )
+                expected = jnp.sort(jax.lax.top_k(scores[:4], k)[1], axis=-1)
+                wrong = float((jax.jit(run)(scores, counts)[:4] != expected).mean())
+                step = lambda counts, scores: counts + jnp.minimum(run(scores, counts)[:, 0], 0)  # noqa: E731
+                return harness.seconds(step, counts, scores), wrong
+
+            yield Variant(f"top {k} of {rows} x {pools}", f"segments of {longest}", measure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seconds", type=float, default=150.0)
+    options = parser.parse_args()
+    harness = Harness(tiny=options.tiny)
+    start, lines = time.monotonic(), []
+    for source in (attention_variants, score_variants, selection_variants):
+        for variant in source(harness):
+            if time.monotonic() - start > options.seconds:
+                lines.append(f"{variant.group:32} {variant.name:55} not started: out of time")
+                continue
+            try:
+                seconds, error = variant.measure()
+                lines.append(
+                    f"{variant.group:32} {variant.name:55} {seconds * 1e6:10.1f} us  error {error:.2e}"
+                )
+            except Exception as problem:  # a variant that does not compile is a result too
+                lines.append(
+                    f"{variant.group:32} {variant.name:55} {type(problem).__name__}: {str(problem)[:80]!r}"
+                )
+    print(
+        f"copy {harness.copy_rate / 1e12:.2f} TB/s, bfloat16 {harness.matmul_rate / 1e12:.0f} TFLOP/s, ",
+        end="",
+    )
+    print(f"{harness.device}, {time.monotonic() - start:.0f} s")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
