@@ -80,7 +80,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         ("full",) * 4,
         {
             "index_kpool": 4,
-            "index_topk": 64,
+            "index_topk": 16,
             "index_share_for_mtp_iteration": False,
             "linear_lower_bound": None,
             "gate": {"safe_gate": False},

@@ -27,16 +27,19 @@ FP8_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "gate_proj", "u
 
 # What the values of a checkpoint are about; each is a regime in which an implementation can fail alone.
 REGIMES = ("plain", "saturated", "weak", "ties", "large")
+# Trunk and MTP layer nearly agree on the next token, so that some drafts are accepted and some are not.
+AGREEING = "agreeing"
 
 
 class _Draw:
     """Draws named tensors of one checkpoint."""
 
     def __init__(self, text: dict[str, Any], seed: int, regime: str):
-        if regime not in REGIMES:
-            raise ValueError(f"regime is {regime!r}; it must be one of {REGIMES}")
+        known = (*REGIMES, AGREEING)
+        if regime not in known:
+            raise ValueError(f"regime is {regime!r}; it must be one of {known}")
         self.text, self.regime = text, regime
-        self.random = np.random.default_rng([seed, REGIMES.index(regime)])
+        self.random = np.random.default_rng([seed, known.index(regime)])
         self.tensors: dict[str, np.ndarray] = {}
 
     def normal(self, name: str, *shape: int, std: float = 1.0, mean: float = 0.0) -> None:
@@ -160,6 +163,19 @@ class _Draw:
         self.moe(f"{layer}mlp.")
         self.norm(f"{layer}shared_head.norm.weight", hidden)
 
+    def agree(self) -> None:
+        """Makes both heads little more than the same function of the newest token."""
+        hidden = self.text["hidden_size"]
+        for name, value in self.tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                value *= 0.06
+        layer = f"{TEXT}layers.{self.text['num_hidden_layers']}."
+        eh_proj = self.tensors[f"{layer}eh_proj.weight"]
+        eh_proj[:, :hidden] = np.eye(hidden)
+        eh_proj[:, hidden:] *= 0.06
+        self.tensors[f"{layer}enorm.weight"][:] = 1.0
+        self.tensors[f"{layer}shared_head.norm.weight"] = self.tensors[f"{TEXT}norm.weight"].copy()
+
     def vision(self, vision: dict[str, Any]) -> None:
         hidden, out = vision["hidden_size"], vision["out_hidden_size"]
         inner, projection = vision["intermediate_size"], vision["projection_intermediate_size"]
@@ -210,6 +226,8 @@ def random_checkpoint(config: dict[str, Any], seed: int, regime: str = "plain") 
     draw.text_model()
     if config["text_config"]["num_nextn_predict_layers"]:
         draw.mtp()
+    if regime == AGREEING:
+        draw.agree()
     if config.get("vision_config"):
         draw.vision(config["vision_config"])
     return {

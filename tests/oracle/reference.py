@@ -138,20 +138,22 @@ class Reference:
             np.concatenate(logits, 1), np.concatenate(hidden, 1), [np.concatenate(s, 1) for s in streams], states
         )
 
-    def loss_gradients(self, tokens: Array) -> tuple[float, dict[str, Array]]:
-        """Mean next-token cross entropy of tokens [batch, time] and its gradient by transformers' parameter name."""
+    def save_loss_gradients(self, tokens: Array, folder: Path) -> float:
+        """Mean next-token cross entropy of tokens [batch, time]; its gradient is written as a checkpoint.
+
+        transformers writes it in the names of the released layout; what has no gradient is written as zero.
+        """
         self.model.zero_grad()
         ids = torch.tensor(tokens).long()
         with self.exact():
             logits = self.model(input_ids=ids, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
             loss.backward()
-        gradients = {
-            name: parameter.grad.numpy().copy()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
-        return loss.item(), gradients
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                tensor.copy_(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+        self.model.save_pretrained(folder)
+        return loss.item()
 
     def generate(self, prompt: list[int], new_tokens: int) -> list[int]:
         """Greedy continuation by transformers' own `generate`, end tokens ignored."""
