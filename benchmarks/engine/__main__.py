@@ -1,0 +1,145 @@
+"""Decode, prefill, drafting and compile time of the engine's steps; rows as data, a table last."""
+
+import argparse
+import os
+import tempfile
+import time
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import numpy as np
+
+from benchmarks.engine.device_time import kernel_seconds
+from benchmarks.engine.model import cut_config, random_model
+from benchmarks.kernels.harness import Harness, Row, table, write
+from glm_jax.sampling_params import MOST_LOGPROBS, SamplingParams
+from serving import batches
+from serving.engine import Engine
+from serving.engine_config import EngineConfig
+from serving.memory_plan import geometry
+from serving.model_runner import ModelRunner
+
+STEPS = 20
+
+
+class Bench:
+    def __init__(self, tiny: bool, layers: int) -> None:
+        self.harness = Harness(tiny=tiny)
+        self.tiny = tiny
+        self.layers = layers
+        self.config = cut_config(layers, tiny=tiny)
+        self.model = random_model(self.config)
+        self.context = 512 if tiny else 4096
+        self.rows: list[Row] = []
+
+    def add(self, name: str, value: float, unit: str, **more: Any) -> None:
+        self.rows.append(self.harness.row(f"{name}, {self.layers} layers", value, unit=unit, **more))
+
+    def engine(self, drafts: int, seqs: int, tokens: int) -> Engine:
+        limits = EngineConfig(
+            max_model_len=2 * self.context, max_num_seqs=seqs, max_num_batched_tokens=tokens,
+            num_gpu_blocks_override=(seqs + 1) * 2 * self.context // 64,
+            speculative_config={"method": "mtp", "num_speculative_tokens": drafts},
+        )  # fmt: skip
+        # the engine plans for itself; this only fixes the kernels' implementation in a rehearsal
+        slots = 3 * seqs + 8
+        sizes = geometry(self.model.params, limits, (seqs + 1) * 2 * self.context // 64, slots)
+        runner = ModelRunner(self.model.params, self.config, sizes, top_logprobs=MOST_LOGPROBS)
+        return Engine(self.model, limits, runner=runner)
+
+    def compile_all(self, engine: Engine, label: str) -> None:
+        """Time of every bucket's program, as the server's warm-up does it."""
+        scheduler, runner = engine._scheduler, engine._runner
+        for tokens in engine._token_buckets:
+            begin = time.perf_counter()
+            jax.block_until_ready(runner.prefill(batches.prefill_batch((), scheduler, tokens)))
+            self.add(f"compile {label}: prefill {tokens} tokens", time.perf_counter() - begin, "s")
+        for rows in engine._row_buckets:
+            begin = time.perf_counter()
+            jax.block_until_ready(runner.decode(batches.decode_batch((), scheduler, rows)))
+            self.add(f"compile {label}: decode {rows} rows", time.perf_counter() - begin, "s")
+
+    def decode(self, drafts: int, rows: int) -> float:
+        """Milliseconds of an engine step with `rows` decoding answers, everything included."""
+        engine = self.engine(drafts, rows, max(rows * 8, 64 if self.tiny else 8192))
+        rng = np.random.default_rng(0)
+        sampling = SamplingParams(temperature=0, max_tokens=self.context - 64, ignore_eos=True)
+        for _ in range(rows):
+            engine.submit(rng.integers(0, self.config.vocab_size, self.context // 2).tolist(), sampling)
+        while engine._scheduler.waiting or any(not a.placement.decoding for a in engine._scheduler.running):
+            engine.step()
+        for _ in range(5):
+            engine.step()
+
+        def steps() -> None:
+            for _ in range(STEPS):
+                engine.step()
+            while engine._unread:
+                engine._read(engine._unread.popleft())
+
+        begin = time.perf_counter()
+        steps()
+        wall = (time.perf_counter() - begin) / STEPS
+        busy, by_name = kernel_seconds(steps)
+        self.add(
+            f"decode step, {rows} rows, {drafts} drafts", wall * 1e3, "ms", floor=busy / STEPS * 1e3 or None
+        )
+        if busy:
+            overhead = (wall * STEPS / busy - 1) * 100
+            self.add(f"decode overhead over kernels, {rows} rows, {drafts} drafts", overhead, "%", target=15)
+            for name, seconds in by_name.most_common(12):
+                print(f"  {seconds / STEPS * 1e3:8.3f} ms  {name[:100]}")
+        return wall * 1e3
+
+    def prefill(self, tokens: int) -> None:
+        engine = self.engine(0, 4, tokens)
+        rng = np.random.default_rng(0)
+        sampling = SamplingParams(temperature=0, max_tokens=1)
+        prompts = [rng.integers(0, self.config.vocab_size, self.context).tolist() for _ in range(8)]
+        for run in range(2):  # the first compiles
+            begin = time.perf_counter()
+            for prompt in prompts[4 * run : 4 * run + 4]:
+                engine.submit(prompt, sampling)
+            engine.run_until_idle()
+            seconds = time.perf_counter() - begin
+        rate = 4 * self.context / seconds
+        self.add(f"prefill, chunks of {tokens}", rate, "tokens/s", better="higher")
+
+    def run(self) -> None:
+        cold = tempfile.mkdtemp()
+        jax.config.update("jax_compilation_cache_dir", cold)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        rows = (1, 2) if self.tiny else (1, 32, 64)
+        chunk = 64 if self.tiny else 8192
+        for label in ("cold", "from the persistent cache"):
+            jax.clear_caches()
+            from glm_jax import compiled_steps
+
+            compiled_steps._single_device.cache_clear()
+            self.compile_all(self.engine(0, rows[1], chunk), label)
+        plain = {n: self.decode(0, n) for n in rows}
+        drafted = self.decode(3, rows[1])
+        self.add(f"a step with 3 drafts over one without, {rows[1]} rows", drafted / plain[rows[1]], "x")
+        self.prefill(chunk)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--tiny", action="store_true", help="small shapes on a CPU: a rehearsal, nothing written"
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    options = parser.parse_args()
+    bench = Bench(options.tiny, options.layers)
+    try:
+        bench.run()
+    finally:
+        if not options.tiny and bench.rows:
+            write(bench.rows, "engine")
+        print(table(bench.rows))
+
+
+if __name__ == "__main__":
+    main()
