@@ -1,11 +1,13 @@
 """`python -m glm_jax.serve [MODEL | --model MODEL]`: the OpenAI-compatible server, with vLLM's flag names."""
 
 import argparse
+import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 COMPILATION_CACHE = Path.home() / ".cache" / "glm_jax" / "compiled"
 
@@ -25,15 +27,41 @@ def parser() -> argparse.ArgumentParser:
     add("--chat-template", metavar="FILE", help="a Jinja file instead of the checkpoint's template")
     add("--enable-prompt-tokens-details", action="store_true", help="report cached tokens in usage")
     add("--trust-remote-code", action="store_true", help="accepted, has no effect: no remote code is run")
+    add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices to spread over")
     add("--max-model-len", type=int, help="most tokens of a request, answer included (default: the model's)")
     add("--max-num-seqs", type=int, help="most answers generated at once")
     add("--max-num-batched-tokens", type=int, help="most tokens in one engine step")
+    add("--max-num-queued-reqs", type=int, help="most requests waiting; more are refused (default: no limit)")
     add("--gpu-memory-utilization", type=float, help="share of device memory for weights and cache")
     add("--num-gpu-blocks-override", type=int, help="number of cache blocks, instead of what fits")
+    add("--num-state-slots-override", type=int, help="number of state slots, instead of what fits")
     add("--block-size", type=int, help="tokens of a cache block")
-    add("--snapshot-spacing", type=int, help="prefill chunks end at its multiples")
+    add("--snapshot-spacing", type=int, help="tokens between regular snapshots of a prompt's states")
+    add("--kv-cache-dtype", help="auto (the compute dtype), bfloat16 or fp8")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="reuse computed prefixes (on)")
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="plan one step ahead (on)",
+    )
+    add(
+        "--speculative-config",
+        type=_json_object,
+        metavar="JSON",
+        help='drafts, as \'{"method": "mtp", "num_speculative_tokens": 3}\' (default: none)',
+    )
     add("--uvicorn-log-level", default="info", help="debug, info, warning or error (default: %(default)s)")
     return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         served_model_names=tuple(flags.served_model_name),
         api_key=flags.api_key,
         chat_template=flags.chat_template,
+        tensor_parallel_size=flags.tensor_parallel_size,
         enable_prompt_tokens_details=flags.enable_prompt_tokens_details,
         log_level=flags.uvicorn_log_level,
     )

@@ -1,7 +1,8 @@
 """The engine as asyncio sees it: requests in, deltas out, and a request whose reader goes away is aborted."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 
 from glm_jax.sampling_params import SamplingParams
 from serving.engine_thread import EngineDeadError, EngineThread
@@ -20,30 +21,43 @@ class AsyncEngine:
     def alive(self) -> bool:
         return self._thread.alive
 
-    def prepare(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Request:
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
         """Checks and builds a request. Raises RequestError. Tokenizing takes time: not for the event loop."""
-        return self._thread.engine.prepare(prompt, sampling)
+        return self._thread.engine.prepare(prompt, sampling, priority=priority, cache_salt=cache_salt)
 
-    async def stream(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """Runs a prepared request; ends after the last delta of its last answer.
+    @contextlib.asynccontextmanager
+    async def running(self, request: Request) -> AsyncIterator[AsyncIterator[Delta]]:
+        """Submits a prepared request; yields its deltas, which end after the last one of its last answer.
 
-        Closing the generator before that aborts the request. Raises EngineDeadError if the engine fails.
+        Leaving before that aborts the request. Raises QueueFullError or EngineDeadError if it is not taken;
+        the deltas raise EngineDeadError if the engine fails.
         """
         loop = asyncio.get_running_loop()
-        deltas: asyncio.Queue[Delta] = asyncio.Queue()
+        queue: asyncio.Queue[Delta] = asyncio.Queue()
+        left = len(request.answers)
 
         def pass_on(delta: Delta) -> None:
-            loop.call_soon_threadsafe(deltas.put_nowait, delta)
+            loop.call_soon_threadsafe(queue.put_nowait, delta)
 
-        self._thread.submit(request, pass_on)
-        running = len(request.answers)
-        try:
-            while running:
-                delta = await deltas.get()
+        async def deltas() -> AsyncIterator[Delta]:
+            nonlocal left
+            while left:
+                delta = await queue.get()
+                left -= delta.finish_reason is not None
                 if delta.finish_reason == "error":
                     raise EngineDeadError("the engine failed while it ran this request")
-                running -= delta.finish_reason is not None
                 yield delta
+
+        self._thread.submit(request, pass_on)
+        try:
+            yield deltas()
         finally:
-            if running:
+            if left:
                 self._thread.abort(request)

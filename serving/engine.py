@@ -117,12 +117,16 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        """Queues a prepared request. Raises QueueFullError, and queues nothing, at the queue's limit."""
-        most = self.config.max_num_queued_reqs
-        if most is not None and len(self._scheduler.waiting) >= most:
-            raise QueueFullError(f"{most} requests are waiting, the most that --max-num-queued-reqs allows")
+        """Queues a prepared request, whatever the queue's length: ask `check_room` first."""
         for answer in request.answers:
             self._scheduler.add(answer)
+
+    def check_room(self, more: int = 0) -> None:
+        """Raises QueueFullError if the queue is at its limit, `more` requests on their way to it counted;
+        safe on any thread."""
+        most = self.config.max_num_queued_reqs
+        if most is not None and len(self._scheduler.waiting) + more >= most:
+            raise QueueFullError(f"{most} requests are waiting, the most that --max-num-queued-reqs allows")
 
     def submit(
         self,
@@ -132,8 +136,9 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> Request:
-        """Queues text or token ids; arguments and errors are those of `prepare` and `add`."""
+        """Queues text or token ids; arguments and errors are those of `prepare` and `check_room`."""
         request = self.prepare(prompt, sampling, priority=priority, cache_salt=cache_salt)
+        self.check_room()
         self.add(request)
         return request
 

@@ -46,6 +46,7 @@ class EngineThread:
         self.error: BaseException | None = None
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
         self._listeners: dict[Request, Listener] = {}
+        self._open: dict[Request, int] = {}  # answers whose last delta has not been passed on
         self._closing = threading.Lock()  # nothing enters the inbox once `_closed` is set
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -63,10 +64,14 @@ class EngineThread:
         return self._thread.is_alive() and not self._closed
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Queues a prepared request. Raises EngineDeadError if the engine has stopped."""
+        """Queues a prepared request.
+
+        Raises EngineDeadError if the engine has stopped, QueueFullError if too many requests wait already.
+        """
         with self._closing:
             if self._closed:
                 raise EngineDeadError(f"the engine has stopped: {self.error or 'shut down'}")
+            self.engine.check_room(self._inbox.qsize())
             self._inbox.put(_Submit(request, listener))
 
     def abort(self, request: Request) -> None:
@@ -95,25 +100,32 @@ class EngineThread:
                     return False
                 if isinstance(message, _Submit):
                     self._listeners[message.request] = message.listener
+                    self._open[message.request] = len(message.request.answers)
                     self.engine.add(message.request)
                 elif message.request in self._listeners:
-                    del self._listeners[message.request]
+                    self._forget(message.request)
                     self.engine.abort(message.request)
         return True
 
     def _tell(self, delta: Delta) -> None:
         request = delta.answer.request
         listener = self._listeners.get(request)
-        if listener is None:  # aborted by an earlier delta of this step
+        if listener is None:  # its listener failed on an earlier delta of this step
             return
-        if request.finished:
-            del self._listeners[request]
+        if delta.finish_reason is not None:
+            self._open[request] -= 1
+            if not self._open[request]:
+                self._forget(request)
         try:
             listener(delta)
         except Exception:  # the reader's fault (its event loop has closed, say), never the engine's end
             logger.exception("a listener failed; its request is aborted")
-            self._listeners.pop(request, None)
+            self._forget(request)
             self.engine.abort(request)
+
+    def _forget(self, request: Request) -> None:
+        self._listeners.pop(request, None)
+        self._open.pop(request, None)
 
     def _end_all(self, reason: str) -> None:
         """Ends every open request, those still in the inbox too."""

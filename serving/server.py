@@ -5,11 +5,14 @@ import contextlib
 import dataclasses
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import jax
 import uvicorn
 from fastapi import FastAPI
+from jax.sharding import AxisType, Mesh
 
 import glm_jax
 from glm_jax.chat import ChatTemplate
@@ -36,6 +39,7 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()
     api_key: str | None = None
     chat_template: str | None = None
+    tensor_parallel_size: int = 1
     enable_prompt_tokens_details: bool = False
     log_level: str = "info"
 
@@ -48,14 +52,11 @@ def run(server: ServerConfig, engine: EngineConfig) -> int:
     bound, ValueError for limits or a model that cannot be served.
     """
     with _bound_socket(server.host, server.port) as bound:
-        model = glm_jax.load(server.model, dtype=server.dtype)
+        model = glm_jax.load(server.model, dtype=server.dtype, mesh=_mesh(server.tensor_parallel_size))
         made = Engine(model, engine)
-        plan = made.plan
-        logger.info(
-            "cache: %d blocks of %d tokens, %.2f GB; context length %d",
-            plan.num_blocks, engine.block_size, plan.cache_bytes / 1e9, plan.max_model_len,
-        )  # fmt: skip
-        logger.info("compiled %d programs", made.warm_up())
+        logger.info("memory of one device:\n%s", made.plan.table(engine.block_size))
+        start = time.monotonic()
+        logger.info("%d programs ready in %.1f s", made.warm_up(), time.monotonic() - start)
         thread = EngineThread(made)
         thread.start()
         template = model.tokenizer.chat_template if model.tokenizer else None
@@ -72,6 +73,17 @@ def run(server: ServerConfig, engine: EngineConfig) -> int:
             return _listen(create_app(service, server.api_key), thread, bound, server.log_level)
         finally:
             thread.stop()
+
+
+def _mesh(devices: int) -> Mesh | None:
+    """The first devices on one axis; None for a single one. ValueError if there are not so many."""
+    if devices == 1:
+        return None
+    if not 1 <= devices <= jax.device_count():
+        raise ValueError(
+            f"tensor_parallel_size must be 1 to {jax.device_count()} devices here, got {devices}"
+        )
+    return jax.make_mesh((devices,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:

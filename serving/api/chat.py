@@ -1,7 +1,6 @@
 """POST /v1/chat/completions."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -41,7 +40,8 @@ def _build(service: Service, body: ChatCompletionBody, sampling: SamplingParams)
         add_generation_prompt=body.add_generation_prompt,
         **{"reasoning_effort": body.reasoning_effort, **(body.chat_template_kwargs or {})},
     )
-    return service.engine.prepare(tokenizer.encode(text, add_special_tokens=False), sampling)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return service.engine.prepare(tokens, sampling, priority=body.priority, cache_salt=body.cache_salt)
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -82,7 +82,7 @@ async def chunks(
         usage = {"usage": service.usage([request])} if options and options.continuous_usage_stats else {}
         return {**head, "choices": [choice], **usage}
 
-    async with contextlib.aclosing(service.engine.stream(request)) as deltas:
+    async with service.engine.running(request) as deltas:
         for answer in request.answers:
             yield chunk(answer.index, {"role": "assistant", "content": ""})
         async for delta in deltas:

@@ -23,7 +23,15 @@ async def prepare(service: Service, body: CompletionBody) -> list[Request]:
     sampling = sampling_params(
         body, service.sampling_defaults, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     )
-    return await asyncio.to_thread(lambda: [service.engine.prepare(p, sampling) for p in prompts])
+
+    def build() -> list[Request]:
+        prepare_one = service.engine.prepare
+        return [
+            prepare_one(prompt, sampling, priority=body.priority, cache_salt=body.cache_salt)
+            for prompt in prompts
+        ]
+
+    return await asyncio.to_thread(build)
 
 
 def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
@@ -96,7 +104,7 @@ async def _merged(service: Service, requests: Sequence[Request]) -> AsyncGenerat
 
     async def forward(request: Request) -> None:
         try:
-            async with contextlib.aclosing(service.engine.stream(request)) as deltas:
+            async with service.engine.running(request) as deltas:
                 async for delta in deltas:
                     merged.put_nowait(delta)
             merged.put_nowait(None)

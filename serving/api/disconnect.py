@@ -56,7 +56,9 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
+            frame = await anext(events)  # a request refused here is still answered with a status
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for frame in events:
+            while frame:
                 await send({"type": "http.response.body", "body": frame.encode(), "more_body": True})
+                frame = await anext(events, "")
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 
 from glm_jax.errors import RequestError
 from serving.engine_thread import EngineDeadError
+from serving.errors import QueueFullError
 
 
 class UnknownModelError(Exception):
@@ -45,6 +46,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(EngineDeadError)
     async def dead(_: Request, error: EngineDeadError) -> JSONResponse:
         return error_response(str(error), "InternalServerError", 500)
+
+    @app.exception_handler(QueueFullError)
+    async def full(_: Request, error: QueueFullError) -> JSONResponse:
+        return error_response(str(error), "ServiceUnavailableError", 503)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> JSONResponse:

@@ -32,6 +32,8 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
 
 class Message(Body):

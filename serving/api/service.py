@@ -47,10 +47,11 @@ class Service:
         return usage
 
     async def finish(self, requests: Sequence[Request]) -> None:
-        """Runs requests to their ends. Raises EngineDeadError; cancelled, it aborts them."""
+        """Runs requests to their ends. Raises what `AsyncEngine.running` does; cancelled, it
+        aborts them."""
 
         async def run(request: Request) -> None:
-            async with contextlib.aclosing(self.engine.stream(request)) as deltas:
+            async with self.engine.running(request) as deltas:
                 async for _ in deltas:
                     pass
 

@@ -9,6 +9,7 @@ foreign, missing or half there; outputs then equal `answer_to` whatever the engi
 import dataclasses
 import hashlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ class FakeDevice:
         self.prefills: list[int] = []  # tokens of each prefill
         self.steps = 0
         self.fail_at: int | None = None
+        self.pause_s = 0.0  # what a step takes
         self.sick: set[int] = set()  # tokens whose logits are NaN
 
     # --- the runner's face --------------------------------------------------------------------------
@@ -232,6 +234,7 @@ class FakeDevice:
     def _count(self, phase: str, array: object) -> None:
         self.shapes.add((phase, np.shape(array)[0]))  # type: ignore[arg-type]
         self.steps += 1
+        time.sleep(self.pause_s)
         if self.steps == self.fail_at:
             raise RuntimeError("the device is gone")
 
