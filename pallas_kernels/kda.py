@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import kda_reference
+from pallas_kernels import kda_decode_kernel, kda_prefill_kernel, kda_reference, triton
 from pallas_kernels.dispatch import resolve
 
 
@@ -61,9 +61,20 @@ def kda_chunked(
     and their outputs are finite. The XLA form is differentiable and safe for any gate. The Triton kernel is
     chosen only when `gate_lower_bound` promises log_decay >= -5: its 16-token chunks then fit float32.
     """
-    if resolve(implementation, supported=False if implementation is None else True) == "xla":
+    chosen = resolve(implementation, supported=kda_prefill_kernel.supported(q, v, gate_lower_bound))
+    if chosen == "xla":
         return kda_reference.chunked(q, k, v, log_decay, beta, initial_state, lengths, chunk)
-    raise NotImplementedError("kda_chunked has no kernel yet")
+    batch, time = beta.shape[:2]
+    if lengths is not None:
+        # The padding of every row but the last lies between rows: it becomes tokens that change nothing.
+        valid = (jnp.arange(time) < lengths[:, None])[..., None]
+        k, v, log_decay = (jnp.where(valid[..., None], x, 0) for x in (k, v, log_decay))
+        q, beta = jnp.where(valid[..., None], q, 0), jnp.where(valid, beta, 0)
+    flat = (x.reshape(batch * time, *x.shape[2:]) for x in (q, k, v, log_decay, beta))
+    cu_seqlens = jnp.arange(batch + 1, dtype=jnp.int32) * time
+    unmarked = jnp.full((batch, 0), -1, jnp.int32)
+    out, states, _ = _prefill_kernel(*flat, initial_state, cu_seqlens, unmarked, chosen)
+    return out.reshape(v.shape), states
 
 
 def kda_prefill(
@@ -96,12 +107,42 @@ def kda_prefill(
       [R, M, H, K, V]; states are at least float32. The chunk grid of a row starts at the row's first token,
       so outputs are bit-equal when later tokens change.
     """
-    if resolve(implementation, supported=False if implementation is None else True) == "xla":
-        out, states, snapshots = kda_reference.prefill(
-            q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, chunk
-        )
-        return (out, states) if checkpoints is None else (out, states, snapshots)
-    raise NotImplementedError("kda_prefill has no kernel yet")
+    chosen = resolve(implementation, supported=kda_prefill_kernel.supported(q, v, gate_lower_bound))
+    cu_seqlens = jnp.asarray(cu_seqlens)
+    marks = jnp.full((initial_state.shape[0], 0), -1) if checkpoints is None else jnp.asarray(checkpoints)
+    arguments = (q, k, v, log_decay, beta, initial_state, cu_seqlens, marks)
+    if chosen == "xla":
+        out, states, snapshots = kda_reference.prefill(*arguments, chunk)
+    else:
+        out, states, snapshots = _prefill_kernel(*arguments, chosen)
+    return (out, states) if checkpoints is None else (out, states, snapshots)
+
+
+def _prefill_kernel(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    cu_seqlens: jax.Array,
+    checkpoints: jax.Array,
+    chosen: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def run(config, *arguments):
+        return kda_prefill_kernel.prefill(*arguments, config=config, interpret=chosen == "interpret")
+
+    arguments = (q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints)
+    tokens, rows, heads = q.shape[0], initial_state.shape[0], q.shape[1]
+    cuda = kda_prefill_kernel.choose(kda_prefill_kernel.CUDA, tokens, rows, heads)
+    if chosen == "interpret":
+        return run(cuda, *arguments)
+    return triton.per_platform(
+        run,
+        *arguments,
+        cuda=cuda,
+        rocm=kda_prefill_kernel.choose(kda_prefill_kernel.ROCM, tokens, rows, heads),
+    )
 
 
 def kda_decode(
@@ -140,13 +181,17 @@ def kda_decode(
       records' dtypes before it is used, so running it in a window and replaying it later are one computation.
     """
     if records.k.shape[2] != k.shape[1]:
-        raise ValueError(f"the records hold windows of {records.k.shape[2]} tokens, this window has {k.shape[1]}")
+        raise ValueError(
+            f"the records hold windows of {records.k.shape[2]} tokens, this window has {k.shape[1]}"
+        )
     if (publish_after is None) != (publish_slots is None):
         raise ValueError("publish_after and publish_slots go together")
     stacked = (records.k, records.v, records.log_decay, records.beta)
-    if resolve(implementation, supported=False if implementation is None else True) == "xla":
-        out, state, stacked = kda_reference.decode(
-            q, k, v, log_decay, beta, state, layer, slots, stacked, record_slots, accepted, publish_after, publish_slots
-        )
-        return out, state, KdaRecords(*stacked)
-    raise NotImplementedError("kda_decode has no kernel yet")
+    arguments = (q, k, v, log_decay, beta, state, layer, slots, stacked, record_slots, accepted)
+    arguments += (publish_after, publish_slots)
+    chosen = resolve(implementation, supported=kda_decode_kernel.supported(q, v, state))
+    if chosen == "xla":
+        out, state, stacked = kda_reference.decode(*arguments)
+    else:
+        out, state, stacked = kda_decode_kernel.decode(*arguments, interpret=chosen == "interpret")
+    return out, state, KdaRecords(*stacked)

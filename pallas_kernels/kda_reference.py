@@ -101,7 +101,9 @@ def chunk_terms(q, k, v, log_decay, beta) -> ChunkTerms:
 def chunk_output(state: jax.Array, terms: ChunkTerms) -> tuple[jax.Array, jax.Array]:
     """(out [..., C, V], u [..., C, V]) of a chunk that starts from state [..., K, V]."""
     update = terms.values - einsum("...ck,...kv->...cv", terms.weights, state)
-    out = einsum("...ck,...kv->...cv", terms.queries, state) + einsum("...ij,...jv->...iv", terms.scores, update)
+    out = einsum("...ck,...kv->...cv", terms.queries, state) + einsum(
+        "...ij,...jv->...iv", terms.scores, update
+    )
     return out, update
 
 
@@ -130,7 +132,9 @@ def chunked(q, k, v, log_decay, beta, initial_state, lengths, chunk):
     per_block = max(1, -(-time // (chunk * blocks)))
     padding = blocks * per_block * chunk - time
 
-    def split(x):  # [batch, time, H, ...] -> [blocks, chunks, batch, H, C, ...]; padding has decay 1 and beta 0
+    def split(
+        x,
+    ):  # [batch, time, H, ...] -> [blocks, chunks, batch, H, C, ...]; padding has decay 1 and beta 0
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         x = x.reshape(batch, blocks, per_block, chunk, *x.shape[2:])
         return jnp.moveaxis(x, (1, 2, 0, 4, 3), (0, 1, 2, 3, 4))
@@ -165,12 +169,14 @@ def chunk_table(cu_seqlens: jax.Array, tokens: int, chunk: int) -> ChunkTable:
     ends = jnp.cumsum(-(-lengths // chunk))
     first = ends - -(-lengths // chunk)
     ids = jnp.arange(tokens // chunk + rows)
-    row = jnp.searchsorted(ends, ids, side="right")
+    row = jnp.searchsorted(ends, ids, side="right", method="compare_all")
     inside = jnp.minimum(row, rows - 1)
     position = (ids - first[inside]) * chunk
     count = jnp.where(row < rows, jnp.clip(lengths[inside] - position, 0, chunk), 0)
     token = jnp.arange(tokens)
-    token_row = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], token, side="right"), rows - 1)
+    token_row = jnp.minimum(
+        jnp.searchsorted(cu_seqlens[1:], token, side="right", method="compare_all"), rows - 1
+    )
     source = first[token_row] * chunk + token - cu_seqlens[token_row]
     return ChunkTable(
         row=row,
@@ -182,15 +188,11 @@ def chunk_table(cu_seqlens: jax.Array, tokens: int, chunk: int) -> ChunkTable:
 
 
 def prefill(q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, chunk):
-    """Ragged chunk form: serial over the chunks of all rows; see `kda.kda_prefill`."""
+    """Ragged chunk form: serial over the chunks of all rows; see `kda.kda_prefill`. M may be 0."""
     tokens, heads = beta.shape
     rows = initial_state.shape[0]
     dtype = accumulation_dtype(q, k, v, log_decay, beta, initial_state)
     initial_state = initial_state.astype(dtype)
-    cu_seqlens = jnp.asarray(cu_seqlens)
-    if checkpoints is None:
-        checkpoints = jnp.full((rows, 0), -1, jnp.int32)
-    checkpoints = jnp.asarray(checkpoints)
     snapshots = jnp.zeros(checkpoints.shape + initial_state.shape[1:], dtype)
     if tokens == 0 or rows == 0:
         return jnp.zeros(v.shape, v.dtype), initial_state, snapshots
@@ -242,13 +244,29 @@ def drop_negative(index: jax.Array, size: int) -> jax.Array:
     return jnp.where(index < 0, size, index)
 
 
-def decode(q, k, v, log_decay, beta, state, layer, slots, records, record_slots, accepted, publish_after, publish_slots):
+def decode(
+    q,
+    k,
+    v,
+    log_decay,
+    beta,
+    state,
+    layer,
+    slots,
+    records,
+    record_slots,
+    accepted,
+    publish_after,
+    publish_slots,
+):
     """Replay, publish and run one window; see `kda.kda_decode`. Records are a tuple (k, v, log_decay, beta)."""
     dtype = accumulation_dtype(state)
     rows, window = beta.shape[:2]
     slots, record_slots, accepted = (jnp.asarray(x) for x in (slots, record_slots, accepted))
     real = slots >= 0
-    window_tokens = tuple(x.astype(record.dtype) for x, record in zip((k, v, log_decay, beta), records, strict=True))
+    window_tokens = tuple(
+        x.astype(record.dtype) for x, record in zip((k, v, log_decay, beta), records, strict=True)
+    )
 
     def read(stacked, index):
         present = (index >= 0).reshape((rows,) + (1,) * (stacked.ndim - 2))
@@ -268,10 +286,14 @@ def decode(q, k, v, log_decay, beta, state, layer, slots, records, record_slots,
     recorded = tuple(jnp.moveaxis(read(record, record_slots), 1, 0) for record in records)
     committed = read(state, slots)
     (committed, published), _ = lax.scan(replay, (committed, committed), (jnp.arange(window), recorded))
-    state = state.at[layer, drop_negative(slots, state.shape[1])].set(committed.astype(state.dtype), mode="drop")
+    state = state.at[layer, drop_negative(slots, state.shape[1])].set(
+        committed.astype(state.dtype), mode="drop"
+    )
     if publish_after is not None:
         target = jnp.where(real & (publish_after > 0) & (publish_after <= accepted), publish_slots, -1)
-        state = state.at[layer, drop_negative(target, state.shape[1])].set(published.astype(state.dtype), mode="drop")
+        state = state.at[layer, drop_negative(target, state.shape[1])].set(
+            published.astype(state.dtype), mode="drop"
+        )
     masked = _mask(real, q, *window_tokens)
     out, _ = recurrent(*(x.astype(dtype) for x in masked), committed)
     target = drop_negative(jnp.where(real, record_slots, -1), records[0].shape[1])

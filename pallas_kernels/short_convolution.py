@@ -64,11 +64,13 @@ def short_convolution_ragged(
     rows = initial.shape[0]
     if tokens == 0 or rows == 0:
         histories = (jnp.zeros_like(x), initial)
-        empty = () if checkpoints is None else (jnp.zeros(checkpoints.shape + initial.shape[1:], initial.dtype),)
+        empty = (
+            () if checkpoints is None else (jnp.zeros(checkpoints.shape + initial.shape[1:], initial.dtype),)
+        )
         return histories + empty
     cu_seqlens = jnp.asarray(cu_seqlens)
     token = jnp.arange(tokens)
-    row = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], token, side="right"), rows - 1)
+    row = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], token, side="right", method="compare_all"), rows - 1)
     position = token - cu_seqlens[row]
     real = (token < cu_seqlens[-1])[:, None]
     x = jnp.where(real, x, 0)
@@ -77,7 +79,9 @@ def short_convolution_ragged(
     for j in range(taps):
         back = taps - 1 - j
         current = jnp.pad(x, ((back, 0), (0, 0)))[:tokens]
-        before = initial[row, jnp.clip(position + j, 0, max(taps - 2, 0))].astype(x.dtype) if back else current
+        before = (
+            initial[row, jnp.clip(position + j, 0, max(taps - 2, 0))].astype(x.dtype) if back else current
+        )
         shifted.append(jnp.where((position >= back)[:, None], current, jnp.where(real, before, 0)))
     y = jnp.where(real, _weighted(shifted, weight, x.dtype), 0)
 

@@ -21,6 +21,7 @@ cdiv = pl.cdiv
 program_id = pl.program_id
 load = plgpu.load
 store = plgpu.store
+barrier = plgpu.debug_barrier  # among the threads of one program
 
 _PRECISIONS = {
     "ieee": lax.Precision.HIGHEST,
@@ -106,4 +107,8 @@ def pallas_call(
 
     if interpret:
         return build(cuda)
-    return lambda *args: per_platform(lambda launch, *operands: build(launch)(*operands), *args, cuda=cuda, rocm=rocm)
+
+    def call(*args: jax.Array) -> Any:
+        return per_platform(lambda launch, *operands: build(launch)(*operands), *args, cuda=cuda, rocm=rocm)
+
+    return call

@@ -6,6 +6,8 @@ recurrence do not amplify it; a wrong index, mask or exponent shows far above.
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from tests.pallas_kernels import kda_oracle
 
 pytestmark = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="needs JAX_ENABLE_X64=1")
 HEADS, KEY, VALUE = 2, 8, 16
-TOLERANCE = dict(rtol=1e-9, atol=1e-9)
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def assert_close(actual, expected):
@@ -106,7 +108,7 @@ def test_prefill_equals_the_numpy_recurrence_of_every_row(gates):
     x, initial = ragged(4, gates)
     out, final = jax.jit(kda_prefill)(*x, initial, CU_SEQLENS)
     assert np.isfinite(out).all()
-    for row, (start, stop) in enumerate(zip(CU_SEQLENS[:-1], CU_SEQLENS[1:], strict=True)):
+    for row, (start, stop) in enumerate(itertools.pairwise(CU_SEQLENS)):
         expected, expected_state = kda_oracle.recurrence(*(a[start:stop] for a in x), initial[row])
         assert_close(out[start:stop], expected)
         assert_close(final[row], expected_state)
@@ -238,8 +240,13 @@ def test_decode_windows_of_any_width_walk_the_same_sequence():
         run = jax.jit(kda_decode)
         for start in range(0, time, window):
             out, state, records = run(
-                *(a[:, start : start + window] for a in x), state, 0, np.zeros(1, np.int32), records,
-                np.zeros(1, np.int32), accepted,
+                *(a[:, start : start + window] for a in x),
+                state,
+                0,
+                np.zeros(1, np.int32),
+                records,
+                np.zeros(1, np.int32),
+                accepted,
             )
             outputs.append(out[0])
             accepted = np.full(1, window, np.int32)
@@ -256,7 +263,9 @@ def test_rejected_tokens_leave_no_trace():
     following = kda_oracle.tokens(rng, (1, 4))
     results = []
     for first in (good, mixed):
-        _, state, records = kda_decode(*first, pool.state, 1, row_slot, KdaRecords(*pool.records), request, zero)
+        _, state, records = kda_decode(
+            *first, pool.state, 1, row_slot, KdaRecords(*pool.records), request, zero
+        )
         results.append(kda_decode(*following, state, 1, row_slot, records, request, zero + 2)[:2])
     for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(a, b)

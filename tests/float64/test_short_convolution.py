@@ -5,6 +5,8 @@ Tolerance 1e-12: four products and one SiLU a value round at 1e-16. Histories ar
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -52,14 +54,18 @@ def test_ragged_rows_equal_the_loop_and_give_every_checkpoint(taps):
     checkpoints = np.full((rows, 11), -1, np.int32)
     for row, length in enumerate(np.diff(cu_seqlens)):
         checkpoints[row, :length] = np.arange(length) + 1
-    y, final, taken = jax.jit(short_convolution_ragged)(x, weight, initial, cu_seqlens, checkpoints=checkpoints)
+    y, final, taken = jax.jit(short_convolution_ragged)(
+        x, weight, initial, cu_seqlens, checkpoints=checkpoints
+    )
     assert np.isfinite(y).all()
-    for row, (start, stop) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
+    for row, (start, stop) in enumerate(itertools.pairwise(cu_seqlens)):
         expected, history = kda_oracle.convolution(x[start:stop], weight, initial[row])
         assert_close(y[start:stop], expected)
         np.testing.assert_array_equal(final[row], history)
         for column, count in enumerate(checkpoints[row]):
-            expected = kda_oracle.convolution(x[start : start + count], weight, initial[row])[1] if count > 0 else 0
+            expected = (
+                kda_oracle.convolution(x[start : start + count], weight, initial[row])[1] if count > 0 else 0
+            )
             np.testing.assert_array_equal(taken[row, column], expected)
 
 

@@ -24,7 +24,9 @@ def convolution(x, weight, history):
     """One row: x [time, C], weight [C, taps], history [taps - 1, C] -> SiLU(causal convolution)."""
     taps = weight.shape[1]
     full = np.concatenate([history, x])
-    y = np.array([sum(weight[:, j] * full[t + j] for j in range(taps)) for t in range(len(x))]).reshape(x.shape)
+    y = np.array([sum(weight[:, j] * full[t + j] for j in range(taps)) for t in range(len(x))]).reshape(
+        x.shape
+    )
     return y / (1 + np.exp(-y)), full[len(full) - (taps - 1) :]
 
 
