@@ -5,14 +5,16 @@ VENV ?= .venv
 VENV_ORACLE ?= .venv-oracle
 VENV_AMD ?= .venv-amd
 MODEL ?= tiny
+LIVES ?= 200
 PYTEST = -m pytest -q --durations=10
 
-.PHONY: help demo serve test oracle oracle-test amd lint clean
+.PHONY: help demo serve test fuzz oracle oracle-test amd lint clean
 
 help:
 	@echo "make demo         set up, serve the shipped checkpoint over HTTP, ask one chat, print the answer"
 	@echo "make serve        set up, serve MODEL=$(MODEL) until interrupted (ARGS='--port 8000 ...')"
 	@echo "make test         set up, run the tests (float64 ones in a process of their own)"
+	@echo "make fuzz         the engine's random lives in float64, LIVES=$(LIVES) of them"
 	@echo "make oracle       set up torch and transformers, write the fixtures of the tests"
 	@echo "make oracle-test  compare with transformers on fresh random models"
 	@echo "make amd          compile the kernels for AMD GPUs (needs no GPU)"
@@ -47,6 +49,9 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python $(PYTEST) tests --ignore=tests/float64 --ignore=tests/oracle --ignore=tests/amd
 	JAX_ENABLE_X64=1 $(VENV)/bin/python $(PYTEST) tests/float64
+
+fuzz: $(VENV)/.installed-test
+	JAX_ENABLE_X64=1 GLM_JAX_FUZZ_LIVES=$(LIVES) $(VENV)/bin/python $(PYTEST) tests/float64/test_engine.py
 
 oracle: $(VENV_ORACLE)/.installed-oracle
 	$(VENV_ORACLE)/bin/python -m tests.oracle.write_fixtures

@@ -69,7 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser().parse_args(arguments)
     if flags.model and flags.positional_model and flags.model != flags.positional_model:
         parser().error(f"MODEL {flags.positional_model!r} and --model {flags.model!r} differ: give one")
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # force: libraries imported before this have set handlers of their own
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
+    for package in ("glm_jax", "serving"):
+        logging.getLogger(package).setLevel(logging.INFO)
     _keep_compiled_programs()
 
     from serving.engine_config import EngineConfig
