@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from pallas_kernels import triton
 
 _LOWEST = -1e30  # a finite first maximum: exp2(_LOWEST - _LOWEST) is 1, where -inf would give NaN
-_LOG2_E = math.log2(math.e)
-_GROUP = 128  # channels that share a scale
+LOG2_E = math.log2(math.e)
+GROUP = 128  # channels that share a scale
 _LAUNCH = triton.Launch()
 
 
@@ -34,13 +34,20 @@ class Tiles:
 
 
 def supported(q: jax.Array, latents: jax.Array) -> bool:
-    """Shapes and dtypes the kernel takes.
-
-    Offsets are int32 up to 4 GiB: one-byte arrays of 2 to 4 GiB would wrap, see `sparse_mla`.
-    """
+    """Shapes and dtypes the kernels take."""
     dim = q.shape[2]
     power_of_two = dim & (dim - 1) == 0
-    return power_of_two and dim >= _GROUP and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+    return power_of_two and dim >= GROUP and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def check_offsets(latents: jax.Array) -> None:
+    """Offsets are int32 up to 4 GiB, and signed: in one-byte arrays beyond 2 GiB they would wrap."""
+    size = latents.size * latents.dtype.itemsize
+    if latents.dtype.itemsize == 1 and 2**31 < size <= 2**32:
+        raise ValueError(
+            f"one-byte latents of {size} bytes: Pallas-Triton's offsets wrap between 2**31 and 2**32 bytes; "
+            "allocate fewer or more blocks"
+        )
 
 
 def choose_tiles(tokens: int, heads: int, width: int, *, rocm: bool) -> Tiles:
@@ -80,12 +87,7 @@ def sparse_mla(
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """The kernel behind `pallas_kernels.sparse_mla.sparse_mla`, which gives the shapes."""
-    size = latents.size * latents.dtype.itemsize
-    if latents.dtype.itemsize == 1 and 2**31 < size <= 2**32:
-        raise ValueError(
-            f"one-byte latents of {size} bytes: Pallas-Triton's offsets wrap between 2**31 and 2**32 bytes; "
-            "allocate fewer or more blocks"
-        )
+    check_offsets(latents)
     run = functools.partial(_run, scale=scale, interpret=interpret)
     arrays: tuple[jax.Array, ...] = (q, latents, indices, jnp.asarray(layer, jnp.int32).reshape(1))
     arrays += () if latent_scales is None else (latent_scales,)
@@ -119,7 +121,7 @@ def _run(
         keys=tiles.keys,
         split_tiles=split_tiles,
         width=width,
-        scale=scale * _LOG2_E,
+        scale=scale * LOG2_E,
         split=tiles.splits > 1,
     )
     single = jax.ShapeDtypeStruct((tokens, heads, dim), q.dtype)
@@ -189,7 +191,7 @@ def _attend(
         return jnp.maximum(highest, rows_at(tile).max())
 
     stand_in = jax.lax.fori_loop(0, split_tiles, highest_row, jnp.int32(0))
-    load_tile = _tile_loader(latents_ref, scales_ref, layer, dim)
+    load_tile = tile_loader(latents_ref, scales_ref, layer, dim)
     q_pieces = _load_query(q_ref, token, safe_head, dim, scales_ref is not None)
 
     def body(tile: jax.Array, carry: tuple) -> tuple:
@@ -197,28 +199,10 @@ def _attend(
         rows_ahead = rows_at(tile + 1)
         valid = rows >= 0
         pieces = load_tile(jnp.where(valid, rows, stand_in))
-        scores = sum(
-            triton.dot(q, latents, trans_b=True) for q, latents in zip(q_pieces, pieces, strict=True)
-        )
-        scores = jnp.where(valid[None, :], scores * scale, -jnp.inf)
-        new_largest = jnp.maximum(largest, scores.max(axis=1))
-        fade = jnp.exp2(largest - new_largest)
-        weights = jnp.exp2(scores - new_largest[:, None])
-        total = total * fade + weights.sum(axis=1)
-        weights = weights.astype(pieces[0].dtype)
-        sums = tuple(
-            acc * fade[:, None] + triton.dot(weights, latents)
-            for acc, latents in zip(sums, pieces, strict=True)
-        )
-        return new_largest, total, sums, rows_ahead
+        return (*attend_tile(q_pieces, pieces, valid[None, :], scale, largest, total, sums), rows_ahead)
 
     piece = dim // len(q_pieces)
-    start = (
-        jnp.full((block,), _LOWEST, jnp.float32),
-        jnp.zeros((block,), jnp.float32),
-        tuple(jnp.zeros((block, piece), jnp.float32) for _ in q_pieces),
-        rows_at(0),
-    )
+    start = (*empty_sums(block, q_pieces), rows_at(0))
     largest, total, sums, _ = jax.lax.fori_loop(0, split_tiles, body, start)
     some = total > 0
     divisor = jnp.where(some, total, 1)[:, None]
@@ -236,15 +220,46 @@ def _attend(
         triton.store(out_refs[1].at[token, part, head], weight, mask=is_head)
 
 
+def empty_sums(
+    block: int, q_pieces: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """(largest score, denominator, numerators) of a softmax over nothing."""
+    sums = tuple(jnp.zeros((block, q.shape[1]), jnp.float32) for q in q_pieces)
+    return jnp.full((block,), _LOWEST, jnp.float32), jnp.zeros((block,), jnp.float32), sums
+
+
+def attend_tile(
+    q_pieces: tuple[jax.Array, ...],
+    pieces: tuple[jax.Array, ...],
+    valid: jax.Array,
+    scale: float,
+    largest: jax.Array,
+    total: jax.Array,
+    sums: tuple[jax.Array, ...],
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """A softmax's running sums, in powers of 2, after one more tile; valid broadcasts to [queries, keys]."""
+    scores = sum(triton.dot(q, latents, trans_b=True) for q, latents in zip(q_pieces, pieces, strict=True))
+    scores = jnp.where(valid, scores * scale, -jnp.inf)
+    new_largest = jnp.maximum(largest, scores.max(axis=1))
+    fade = jnp.exp2(largest - new_largest)
+    weights = jnp.exp2(scores - new_largest[:, None])
+    total = total * fade + weights.sum(axis=1)
+    weights = weights.astype(pieces[0].dtype)
+    sums = tuple(
+        acc * fade[:, None] + triton.dot(weights, latents) for acc, latents in zip(sums, pieces, strict=True)
+    )
+    return new_largest, total, sums
+
+
 def _load_query(
     q_ref: Any, token: jax.Array, head: jax.Array, dim: int, in_pieces: bool
 ) -> tuple[jax.Array, ...]:
-    piece = _GROUP if in_pieces else dim
+    piece = GROUP if in_pieces else dim
     columns = (start + jnp.arange(piece) for start in range(0, dim, piece))
     return tuple(triton.load(q_ref.at[token, head[:, None], column[None, :]]) for column in columns)
 
 
-def _tile_loader(
+def tile_loader(
     latents_ref: Any, scales_ref: Any, layer: jax.Array, dim: int
 ) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
     """Gathers rows of latents: whole, or dequantised in one piece for each group of channels."""
@@ -254,8 +269,8 @@ def _tile_loader(
 
     def load(rows: jax.Array) -> tuple[jax.Array, ...]:
         pieces = []
-        for group in range(dim // _GROUP):
-            column = group * _GROUP + jnp.arange(_GROUP)
+        for group in range(dim // GROUP):
+            column = group * GROUP + jnp.arange(GROUP)
             values = triton.load(latents_ref.at[layer, rows[:, None], column[None, :]])
             scale = triton.load(scales_ref.at[layer, rows, group])
             pieces.append(values.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)[:, None])

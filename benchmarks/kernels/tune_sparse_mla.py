@@ -16,9 +16,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import pool_index, sparse_mla
+from benchmarks.kernels import causal_mla, pool_index, sparse_mla
 from benchmarks.kernels.harness import Harness
-from pallas_kernels import pool_index_kernel, select_kernel, sparse_mla_kernel, triton
+from pallas_kernels import causal_mla_kernel, pool_index_kernel, select_kernel, sparse_mla_kernel, triton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +102,29 @@ def score_variants(harness: Harness) -> Iterator[Variant]:
             yield Variant(f"indexer {requests} x {tokens}, {pools} pools", name, measure)
 
 
+def causal_variants(harness: Harness) -> Iterator[Variant]:
+    """(rows, keys, warps, stages) for 8 heads from a prompt's start, masked and dense."""
+    for tokens, chosen in ((8192, 512), (2048, None)):
+        tokens, chosen = harness.size(tokens, 40), chosen and harness.size(chosen, 4)
+        arrays = functools.cache(functools.partial(causal_mla.problem, harness, tokens, 8, chosen))
+        for rows, keys, warps, stages in ((64, 32, 8, 3), (64, 32, 8, 2), (64, 64, 8, 2), (32, 32, 4, 3)):
+            tiles = causal_mla_kernel.Tiles(rows, keys, triton.Launch(warps, stages))
+
+            def step(q, latents, tables, row, positions, bits, tiles=tiles):
+                return causal_mla_kernel.causal_mla(
+                    q, latents, tables, row, positions, block_size=causal_mla.BLOCK, scale=causal_mla.SCALE,
+                    layer=1, latent_scales=None, chosen=bits, kpool=causal_mla.KPOOL, interpret=harness.tiny,
+                    tiles=tiles,
+                )  # fmt: skip
+
+            def measure(step=step, arrays=arrays) -> tuple[float, float]:
+                seconds = harness.seconds(step, *arrays(), repeats=2)
+                return seconds, causal_mla.error(jax.jit(step)(*arrays()), arrays())
+
+            name = f"rows {rows} keys {keys} warps {warps} stages {stages}"
+            yield Variant(f"causal {tokens} x 8{' masked' if chosen else ''}", name, measure)
+
+
 def selection_variants(harness: Harness) -> Iterator[Variant]:
     k = harness.size(512, 16)
     for rows, pools in ((32, 8192), (8192, 2048), (32, 65536)):
@@ -131,7 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     harness = Harness(tiny=options.tiny)
     start, lines = time.monotonic(), []
-    for source in (attention_variants, score_variants, selection_variants):
+    for source in (attention_variants, score_variants, selection_variants, causal_variants):
         for variant in source(harness):
             if time.monotonic() - start > options.seconds:
                 lines.append(f"{variant.group:32} {variant.name:55} not started: out of time")
