@@ -64,7 +64,7 @@ def sample_tokens(
     kernel = partial(_sample_rows, interpret=chosen == "interpret")
     if axis_name is None:
         return kernel(logits, *parameters)
-    return _over_rows(kernel, logits, parameters, axis_name)
+    return over_rows(kernel, logits, parameters, axis_name)
 
 
 def _sample_rows(logits: jax.Array, temperature: jax.Array, *rest: jax.Array, interpret: bool) -> jax.Array:
@@ -72,12 +72,13 @@ def _sample_rows(logits: jax.Array, temperature: jax.Array, *rest: jax.Array, in
     return sample_tokens_triton(logits, temperature, greedy, *rest, interpret=interpret)
 
 
-def _over_rows(
+def over_rows(
     sample: Callable[..., jax.Array], logits: jax.Array, parameters: tuple[jax.Array, ...], axis_name: str
 ) -> jax.Array:
     """Turns a split of the vocabulary into a split of the rows: every shard samples whole rows.
 
-    One exchange of a shard's logits instead of a collective for every pass over them.
+    One exchange of a shard's logits instead of a collective for every pass over them. `sample` takes whole
+    rows [rows, vocabulary] and their parameters.
     """
     rows, shards = logits.shape[0], jax.lax.axis_size(axis_name)
     own = -(-rows // shards)
