@@ -74,6 +74,7 @@ class FakeDevice:
         self.fail_at: int | None = None
         self.pause_s = 0.0  # what a step takes
         self.sick: set[int] = set()  # tokens whose logits are NaN
+        self.tables: list[tuple[int, SamplerTables]] = []  # what was written for which row
 
     # --- the runner's face --------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class FakeDevice:
         for i in live:
             self._prefill_row(batch, i, cu, before, written, out)
         self._owned_alone(batch)
-        return self._output(out)
+        return self._output(out, hidden=np.asarray(batch.positions))
 
     def decode(self, batch: DecodeBatch) -> StepOutput:
         self._count("decode", batch.request_slots)
@@ -105,13 +106,10 @@ class FakeDevice:
         return self._output(out)
 
     def prompt_logprobs(self, hidden: Any, targets: np.ndarray) -> Logprobs:
-        count = len(targets)
-        return Logprobs(
-            np.full(count, -1.0), np.ones(count, int), np.zeros((count, 20), int), np.zeros((count, 20))
-        )  # type: ignore[arg-type]
+        return _logprobs(np.asarray(targets), np.asarray(hidden))
 
     def write_sampler_row(self, row: int, tables: SamplerTables) -> None:
-        pass
+        self.tables.append((row, tables))
 
     # --- rows ---------------------------------------------------------------------------------------
 
@@ -201,6 +199,7 @@ class FakeDevice:
     def _draw(self, tokens, batch, i, offset, out) -> int:  # type: ignore[no-untyped-def]
         seed = 0 if batch.sampling.temperature[i] == 0 else int(batch.sampling.seeds[i]) + 1
         token = self.next_token(tokens, seed + int(batch.sampling.choices[i]))
+        out["positions"][i, offset] = len(tokens) - 1
         if batch.grammar is not None and batch.grammar.active:
             words = batch.grammar.words[i, offset]
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
@@ -226,10 +225,14 @@ class FakeDevice:
             "counts": np.zeros(rows, np.int32),
             "healthy": np.ones(rows, bool),
             "drafts": np.zeros((rows, self.window - 1), np.int32),
+            "positions": np.full((rows, self.window), -1, np.int32),
         }
 
-    def _output(self, out: dict[str, np.ndarray]) -> StepOutput:
-        return StepOutput(starts=None, logprobs=None, hidden=None, **out)  # type: ignore[arg-type]
+    def _output(self, out: dict[str, np.ndarray], hidden: np.ndarray | None = None) -> StepOutput:
+        """A position stands in for the hidden state there, so that log-probabilities can tell it."""
+        positions = out.pop("positions")
+        logprobs = _logprobs(out["tokens"], positions)
+        return StepOutput(starts=None, logprobs=logprobs, hidden=hidden, **out)  # type: ignore[arg-type]
 
     def _count(self, phase: str, array: object) -> None:
         self.shapes.add((phase, np.shape(array)[0]))  # type: ignore[arg-type]
@@ -244,3 +247,14 @@ class FakeDevice:
         for ids in (batch.request_slots, batch.state_slots):
             live = [i for i in np.asarray(ids).tolist() if i >= 0]
             assert len(set(live)) == len(live)
+
+
+def logprob_of(token: int, position: int) -> float:
+    """What the fake device reports for `token` as the successor of the token at `position`."""
+    return -float(1 + token + 1000 * position)
+
+
+def _logprobs(tokens: np.ndarray, positions: np.ndarray) -> Logprobs:
+    values = -(1.0 + tokens + 1000.0 * positions)
+    best = np.broadcast_to(np.arange(20), (*tokens.shape, 20))
+    return Logprobs(values, np.ones(tokens.shape, int), best, -1.0 - best)  # type: ignore[arg-type]

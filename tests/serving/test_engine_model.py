@@ -9,17 +9,23 @@ import pytest
 
 import glm_jax
 from glm_jax.parameter_init import init
-from glm_jax.sampling_params import SamplingParams
+from glm_jax.sampling_params import MOST_LOGPROBS, SamplingParams
 from serving.engine import Engine
 from serving.engine_config import EngineConfig
 from serving.memory_plan import geometry
 from serving.model_runner import ModelRunner
 from tests.serving.tiny_text import TOKENIZER, config
 
+BLOCKS, STATE_SLOTS = 12, 10
 LIMITS = EngineConfig(
-    max_num_seqs=2, max_num_batched_tokens=24, block_size=8, snapshot_spacing=16, num_gpu_blocks_override=12,
+    max_num_seqs=2,
+    max_num_batched_tokens=24,
+    block_size=8,
+    snapshot_spacing=16,
+    num_gpu_blocks_override=BLOCKS,
+    num_state_slots_override=STATE_SLOTS,
     max_model_len=80,
-)  # fmt: skip
+)
 LENGTHS = (1, 7, 20, 50, 33, 3)
 ANSWER = 9
 # Differences of summation order between the cached and the whole-sequence form, relative to the largest
@@ -35,7 +41,8 @@ def model() -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def engine(model: SimpleNamespace) -> Engine:
-    runner = ModelRunner(model.params, model.config, geometry(LIMITS, 12), fill=math.nan)
+    sizes = geometry(model.params, LIMITS, BLOCKS, STATE_SLOTS)
+    runner = ModelRunner(model.params, model.config, sizes, top_logprobs=MOST_LOGPROBS, fill=math.nan)
     made = Engine(model, LIMITS, runner=runner)
     made.warm_up()
     return made
@@ -57,7 +64,7 @@ def test_batched_and_chunked_answers_are_the_models(engine: Engine, model: Simpl
             scores = logits[row, len(request.prompt_token_ids) + step - 1]
             assert scores.max() - scores[token] <= NEAR * np.abs(scores).max(), (row, step)
     stats = engine.stats()
-    assert stats["free_blocks"] == 12 and stats["free_state_slots"] == 2
+    assert stats["free_blocks"] == BLOCKS and stats["free_state_slots"] == STATE_SLOTS
 
 
 def test_sampled_answers_depend_on_the_request_alone(engine: Engine) -> None:

@@ -309,3 +309,42 @@ def test_a_dead_engine_says_so(stream: bool) -> None:
     assert call(thread, "GET", "/health").status_code == 503
     assert chat(thread).status_code == 500
     assert "the device is gone" in str(thread.error)
+
+
+def test_a_full_queue_is_a_503() -> None:
+    device = TextDevice(TEXT, pause_s=0.01)
+    thread = engine_thread(device, max_num_seqs=1, max_num_queued_reqs=1)
+    app = application(thread)
+
+    async def crowd() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+            bodies = [{**HELLO, "max_tokens": 10, "stream": stream} for stream in (False, True) * 3]
+            return await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
+
+    responses = asyncio.run(crowd())
+    refused = [response for response in responses if response.status_code != 200]
+    assert 0 < len(refused) < len(responses)
+    for response in refused:
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (503, 503)
+        assert error["type"] == "ServiceUnavailableError" and "1 requests are waiting" in error["message"]
+    assert idle(thread)
+    thread.stop()
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "boolean"}},
+            }
+        },
+        {"structured_outputs": {"choice": ["true", "false"]}},
+    ],
+)
+def test_structured_answers(thread: EngineThread, structure: dict) -> None:
+    response = chat(thread, **structure, max_tokens=20)
+    assert response.json()["choices"][0]["message"]["content"] in ("true", "false")
