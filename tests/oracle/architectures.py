@@ -1,7 +1,7 @@
 """Tiny random glm5_next configurations, as the dictionaries that a released config.json holds.
 
-An architecture fixes the features under test (pool size, indexer kinds, gate, groups); the free sizes are drawn
-from a seed, so that another `ORACLE_SEED` gives models nobody has run before.
+An architecture fixes the features under test (pool size, indexer kinds, gate, groups); the free sizes are
+drawn from a seed, so that another `ORACLE_SEED` gives models nobody has run before.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ VISION = {
 KDA, MLA = "linear_attention", "deepseek_sparse_attention"
 ALTERNATING = (KDA, MLA, KDA, MLA)
 
-# name -> (layer types, indexer types, overrides of the text config). Every gate spelling of MODEL.md k is here.
+# name -> (layer types, indexer types, overrides of the text config). All gate spellings of MODEL.md k occur.
 FEATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
     "pool4": (ALTERNATING, ("full",) * 4, {"index_kpool": 4, "index_topk": 16}),
     "pool16": (ALTERNATING, ("full",) * 4, {"index_kpool": 16, "index_topk": 32, "attention_bias": True}),
@@ -39,6 +39,12 @@ FEATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         (KDA, MLA, MLA, KDA, MLA),
         ("full", "full", "shared", "full", "full"),
         {"index_kpool": 4, "index_topk": 32},
+    ),
+    # One selection serves across a KDA layer and twice in a row: the reference does this with our help only.
+    "far_shared": (
+        (MLA, KDA, MLA, MLA),
+        ("full", "full", "shared", "shared"),
+        {"index_kpool": 4, "index_topk": 16},
     ),
     "softplus": (
         ALTERNATING,
@@ -97,7 +103,8 @@ FEATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
 def configuration(name: str, seed: int, **overrides: Any) -> dict[str, Any]:
     """A config.json of the released form for architecture `name`; sizes are drawn from `seed`.
 
-    The layer lists are always spelled out: transformers 5.24 ignores `kda_layers` and `first_k_dense_replace`.
+    The layer lists are always spelled out: transformers 5.24 ignores `kda_layers` and
+    `first_k_dense_replace`.
     """
     layer_types, indexer_types, features = FEATURES[name]
     features = {**features, **overrides}

@@ -1,7 +1,8 @@
-"""Teacher forcing through the cache: prompt pieces, then decode windows with rejected drafts, any mix of rows.
+"""Teacher forcing through the cache: prompt pieces, then decode windows with rejected drafts, any mix of
+rows.
 
-Unused cache memory is NaN, block ids are shuffled and one padding row runs along, so that a read or write in the
-wrong place shows in the logits.
+Unused cache memory is NaN, block ids are shuffled and one padding row runs along, so that a read or write
+in the wrong place shows in the logits.
 """
 
 from functools import partial
@@ -59,7 +60,9 @@ class CachedRun:
         self.accepted = np.zeros(rows, np.int32)  # of the last decode window
         self.logits = np.full((rows, time, config.vocab_size), np.nan, model.params.embed_tokens.dtype)
 
-    def _layout(self, row_of_token: np.ndarray, positions: np.ndarray, starts: np.ndarray) -> paged.TokenLayout:
+    def _layout(
+        self, row_of_token: np.ndarray, positions: np.ndarray, starts: np.ndarray
+    ) -> paged.TokenLayout:
         return paged.TokenLayout(
             row_of_token=jnp.asarray(row_of_token, jnp.int32),
             positions=jnp.asarray(positions, jnp.int32),
@@ -69,7 +72,7 @@ class CachedRun:
         )
 
     def prefill(self, pieces: np.ndarray, capacity: int) -> None:
-        """Runs the next `pieces[row]` tokens of every row (0: the row rests) in one step of `capacity` tokens."""
+        """Runs the next `pieces[row]` tokens of every row (0: it rests) in one step of `capacity` tokens."""
         rows = len(pieces)
         spans = [np.arange(start, start + piece) for start, piece in zip(self.done, pieces, strict=True)]
         used = int(sum(pieces))
@@ -99,7 +102,7 @@ class CachedRun:
         self.done += pieces.astype(np.int32)
 
     def decode(self, accept: np.ndarray) -> None:
-        """Runs one window of every row; the first `accept[row]` tokens are true and kept, the rest are wrong drafts."""
+        """Runs one window of every row; its first `accept[row]` tokens are true, the rest wrong drafts."""
         rows, time = self.tokens.shape
         positions = self.done[:, None] + np.arange(self.window)
         accept = np.minimum(accept, time - self.done)

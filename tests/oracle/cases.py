@@ -26,7 +26,9 @@ class Case:
     overrides: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return "-".join([self.architecture, self.regime, str(self.time), *(f"{k}={v}" for k, v in self.overrides)])
+        return "-".join(
+            [self.architecture, self.regime, str(self.time), *(f"{k}={v}" for k, v in self.overrides)]
+        )
 
     @property
     def config(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Random tiny checkpoints in the released on-disk layout (names and dtypes of the published index), numpy only.
+"""Random tiny checkpoints in the released on-disk layout (names and dtypes of the published index), numpy
+only.
 
-Weights are far stronger than a fresh initialisation: gates, pools, experts, stream mixing and logits are all of
-order 1 to 10, so that a mistake in any of them moves the logits by much more than the tolerance.
+Weights are far stronger than a fresh initialisation: gates, pools, experts, stream mixing and logits are
+all of order 1 to 10, so that a mistake in any of them moves the logits by much more than the tolerance.
 """
 
 import json
@@ -64,8 +65,8 @@ class _Draw:
         heads, dim, taps = kda_sizes(self.text)
         for part in "qkv":
             self.linear(f"{prefix}{part}_proj.weight", heads * dim, hidden)
-            # Small values keep the output norm's epsilon in play: without it a query that happens to be orthogonal
-            # to its only undecayed key turns into pure rounding noise of order 1.
+            # Small values keep the output norm's epsilon in play: without it a query that happens to be
+            # orthogonal to its only undecayed key turns into pure rounding noise of order 1.
             std = 0.15 if part == "v" else 0.7
             self.normal(f"{prefix}{part}_conv1d.weight", heads * dim, 1, taps, std=std)
         for part in "fg":
@@ -73,8 +74,9 @@ class _Draw:
             self.linear(f"{prefix}{part}_b_proj.weight", heads * dim, dim, 1.5)
         self.linear(f"{prefix}b_proj.weight", heads, hidden, 1.5)
         self.normal(f"{prefix}A_log", heads, std=0.5)
-        # sigmoid(exp(A_log) * (f + 25)) is 1 in float32, so g is the bound itself; with softplus g is near -25 a token.
-        mean = {"saturated": 25.0, "weak": -6.0}.get(self.regime, -2.5)
+        # sigmoid(exp(A_log) * (f + 25)) is 1 in float32, so g is the bound itself; with softplus g is near
+        # -25 a token.
+        mean = {"saturated": 25.0, "weak": -6.0}.get(self.regime, -4.0)
         self.normal(f"{prefix}dt_bias", heads * dim, mean=mean)
         self.norm(f"{prefix}o_norm.weight", dim)
         self.linear(f"{prefix}o_proj.weight", hidden, heads * dim, 1.5)
@@ -111,7 +113,7 @@ class _Draw:
 
     def swiglu(self, prefix: str, intermediate: int) -> None:
         hidden = self.text["hidden_size"]
-        gain = 5.0 if self.regime == "large" else 2.0
+        gain = 4.0 if self.regime == "large" else 2.0
         self.linear(f"{prefix}gate_proj.weight", intermediate, hidden, gain)
         self.linear(f"{prefix}up_proj.weight", intermediate, hidden, gain)
         self.linear(f"{prefix}down_proj.weight", hidden, intermediate, 1.0 / gain)
@@ -135,7 +137,9 @@ class _Draw:
         self.normal(f"{TEXT}embed_tokens.weight", vocabulary, hidden)
         if self.regime == "weak":
             # A direction common to all tokens makes all keys of a head nearly parallel.
-            self.tensors[f"{TEXT}embed_tokens.weight"] += self.random.normal(0, 3.0, hidden).astype(np.float32)
+            self.tensors[f"{TEXT}embed_tokens.weight"] += self.random.normal(0, 3.0, hidden).astype(
+                np.float32
+            )
         for index, kind in enumerate(text["layer_types"]):
             layer = f"{TEXT}layers.{index}."
             self.block_norms(layer)
@@ -180,7 +184,12 @@ class _Draw:
         hidden, out = vision["hidden_size"], vision["out_hidden_size"]
         inner, projection = vision["intermediate_size"], vision["projection_intermediate_size"]
         head_dim = hidden // vision["num_heads"]
-        patch = (vision["in_channels"], vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"])
+        patch = (
+            vision["in_channels"],
+            vision["temporal_patch_size"],
+            vision["patch_size"],
+            vision["patch_size"],
+        )
         shapes: dict[str, tuple[int, ...]] = {
             "patch_embed.proj.weight": (hidden, *patch),
             "patch_embed.proj.bias": (hidden,),
@@ -219,8 +228,8 @@ class _Draw:
 def random_checkpoint(config: dict[str, Any], seed: int, regime: str = "plain") -> dict[str, np.ndarray]:
     """Tensors {on-disk name: array} of a random checkpoint for a config.json dictionary.
 
-    Arrays are bfloat16 and float32 exactly where the released (unquantised) checkpoint's are; the MTP layer and the
-    vision tower are included when the configuration has them.
+    Arrays are bfloat16 and float32 exactly where the released (unquantised) checkpoint's are; the MTP
+    layer and the vision tower are included when the configuration has them.
     """
     draw = _Draw(config["text_config"], seed, regime)
     draw.text_model()
@@ -237,7 +246,7 @@ def random_checkpoint(config: dict[str, Any], seed: int, regime: str = "plain") 
 
 
 def _is_fp8(name: str, tensors: dict[str, np.ndarray]) -> bool:
-    """Whether the released checkpoint keeps this weight in fp8: MLP matrices and MLA's, but not kv_b or the indexer."""
+    """Whether the released checkpoint has it in fp8: MLP and MLA matrices, but not kv_b or the indexer."""
     if not name.startswith(TEXT) or not name.endswith(".weight"):
         return False
     module = name.removesuffix(".weight")
@@ -252,8 +261,8 @@ def quantized_twins(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The same checkpoint in the released fp8 layout, and its dequantised twin (those weights in float32).
 
-    The scales are not powers of two, so that the product value * scale really rounds; the twin is computed here
-    element by element, W[i, j] = value[i, j] * scale[i // 128, j // 128] in float32.
+    The scales are not powers of two, so that the product value * scale really rounds; the twin is computed
+    here element by element, W[i, j] = value[i, j] * scale[i // 128, j // 128] in float32.
     """
     random = np.random.default_rng(seed)
     quantized, dequantized = dict(tensors), dict(tensors)
@@ -304,7 +313,9 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
             file.write(np.ascontiguousarray(value).tobytes())
 
 
-def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 2) -> Path:
+def write_folder(
+    folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 2
+) -> Path:
     """Writes a Hugging Face folder: config.json, the shards and their index. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(value.dtype == ml_dtypes.float8_e4m3fn for value in tensors.values()):

@@ -1,5 +1,5 @@
-"""The same checks in float64, where no rounding excuses a difference. `test_double_precision` runs this file in a
-process of its own, because jax_enable_x64 is a setting of the whole process."""
+"""The same checks in float64, where no rounding excuses a difference. `test_double_precision` runs this
+file in a process of its own, because jax_enable_x64 is a setting of the whole process."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from .whole_checks import check_whole_run
 
 WHOLE = [
     Case(architecture, regime, (TIME, 67, 17, 6))
-    for architecture in ("pool4", "shared", "softplus", "groups", "clamped")
+    for architecture in ("pool4", "shared", "far_shared", "softplus", "groups", "clamped")
     for regime in REGIMES
 ]
 

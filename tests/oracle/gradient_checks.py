@@ -1,7 +1,7 @@
 """The gradient of the next-token loss against torch's, every parameter of the trunk, in the given precision.
 
-The torch gradients are written as a checkpoint by transformers itself and loaded as one, so that both sides meet in
-the same tree: the loader only stacks, splits and reshapes.
+The torch gradients are written as a checkpoint by transformers itself and loaded as one, so that both
+sides meet in the same tree: the loader only stacks, splits and reshapes.
 """
 
 import json

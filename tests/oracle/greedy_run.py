@@ -14,8 +14,12 @@ from glm_jax.sampling import SamplingRows
 
 BLOCK = 16
 
-_prefill = partial(jax.jit, static_argnums=(1,), donate_argnums=(2,))(partial(steps.prefill, implementation="xla"))
-_decode = partial(jax.jit, static_argnums=(1,), donate_argnums=(2,))(partial(steps.decode, implementation="xla"))
+_prefill = partial(jax.jit, static_argnums=(1,), donate_argnums=(2,))(
+    partial(steps.prefill, implementation="xla")
+)
+_decode = partial(jax.jit, static_argnums=(1,), donate_argnums=(2,))(
+    partial(steps.decode, implementation="xla")
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Drafted:
 def greedy(
     model: glm_jax.Model, prompts: list[list[int]], new_tokens: int, drafts: int
 ) -> tuple[list[list[int]], list[list[Drafted]], list[int]]:
-    """Continues all prompts in one batch. Returns answers, what was drafted per request, and accepted counts."""
+    """Continues all prompts in one batch: -> answers, drafts made per request, accepted counts."""
     config, params = model.config, model.params
     rows = len(prompts)
     longest = max(map(len, prompts)) + new_tokens + drafts + 1

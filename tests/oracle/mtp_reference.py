@@ -1,9 +1,11 @@
-"""An MTP reference composed from transformers' own modules; transformers ignores the MTP weights of a checkpoint.
+"""An MTP reference composed from transformers' own modules; transformers ignores the MTP weights of a
+checkpoint.
 
-Row t of step s is fed the embedding of token t + 1 + s and, for s = 0, the target's hidden state after the final
-norm at t, for s >= 1 the row's own output of step s - 1 (after the layer's last norm). It then is at position t + s.
-Sequence t of step s >= 1 sees the latents that step 0 wrote for positions 0..t and, when the indexer runs again,
-those that its own earlier steps wrote for t + 1..t + s: here simply a sequence of its own, run whole.
+Row t of step s is fed the embedding of token t + 1 + s and, for s = 0, the target's hidden state after the
+final norm at t, for s >= 1 the row's own output of step s - 1 (after the layer's last norm). It then is at
+position t + s. Sequence t of step s >= 1 sees the latents that step 0 wrote for positions 0..t and, when
+the indexer runs again, those that its own earlier steps wrote for t + 1..t + s: here simply a sequence of
+its own, run whole.
 """
 
 from pathlib import Path
@@ -62,7 +64,7 @@ class MtpReference(torch.nn.Module):
             self.double()
 
     def _inputs(self, tokens: torch.Tensor, previous: torch.Tensor, step: int) -> torch.Tensor:
-        """eh_proj over rows of one sequence: row t takes the token at t + 1 + step (the last rows wrap: unused)."""
+        """eh_proj over one sequence: row t takes the token at t + 1 + step (the last rows wrap, unused)."""
         embedded = self.reference[0].model.get_input_embeddings()(tokens.roll(-1 - step))
         if step == 0:
             embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
@@ -113,10 +115,11 @@ class MtpReference(torch.nn.Module):
         return torch.stack(logits)
 
     def run(self, tokens: Array, hidden: Array, mask: Array | None = None, steps: int = 3) -> Array:
-        """Teacher-forced drafts: tokens [batch, time], hidden [batch, time, D] -> [steps, batch, time, vocab].
+        """Teacher-forced drafts: tokens [batch, time], hidden [batch, time, D] -> [steps, batch, time,
+        vocab].
 
-        Row t of step s predicts token t + 2 + s; rows whose token t + 1 + s does not exist are left at zero, as are
-        those at padding (`mask` [batch, time] False on the left).
+        Row t of step s predicts token t + 2 + s; rows whose token t + 1 + s does not exist are left at
+        zero, as are those at padding (`mask` [batch, time] False on the left).
         """
         text = self.reference[0].text
         out = np.zeros((steps, *tokens.shape, text.vocab_size), hidden.dtype)

@@ -1,8 +1,8 @@
 """The reference: transformers' glm5_next on the CPU, with ties in its selections broken deterministically.
 
-`torch.topk` breaks exact ties arbitrarily, and the indexer's ReLU makes exact ties common, so the unpatched
-reference disagrees with itself between a whole run and a run in pieces. `stable_topk` replaces it (indexer and
-router alike) by a stable descending sort: the lowest index wins.
+`torch.topk` breaks exact ties arbitrarily, and the indexer's ReLU makes exact ties common, so the
+unpatched reference disagrees with itself between a whole run and a run in pieces. `stable_topk` replaces
+it (indexer and router alike) by a stable descending sort: the lowest index wins.
 
 The reference spells float32 wherever it must not round to bfloat16. `double_precision` gives those words the
 meaning float64, which turns it into a reference without rounding: its whole and pieced runs agree to 1e-13.
@@ -60,7 +60,8 @@ class Run:
     """What one run of the reference shows.
 
     `logits` [batch, time, vocab]; `hidden` [batch, time, D], after the final norm; `streams` per layer
-    [batch, time, streams, D], after the layer; `states` {KDA layer: [batch, heads, K, V]} after the last token.
+    [batch, time, streams, D], after the layer; `states` {KDA layer: [batch, heads, K, V]} after the last
+    token.
     """
 
     logits: Array
@@ -92,6 +93,23 @@ class Reference:
         surprises += [str(name) for key in ("missing_keys", "mismatched_keys") for name in information[key]]
         if surprises:
             raise ValueError(f"{folder}: transformers does not read these tensors as written: {surprises}")
+        self._share_selections()
+
+    def _share_selections(self) -> None:
+        """Lets a shared indexer layer use the last full one's selection wherever that layer stands.
+
+        By itself the reference hands a selection only to the very next layer.
+        """
+        last: list[torch.Tensor | None] = [None]
+
+        def hand_on(_module: Any, _inputs: Any, out: tuple[torch.Tensor, torch.Tensor | None]) -> Any:
+            last[0] = last[0] if out[1] is None else out[1]
+            return out[0], last[0]
+
+        for layer in self.model.model.language_model.layers:
+            if getattr(layer.self_attn, "indexer", None) is not None:
+                layer.self_attn.next_skip_topk = True
+            layer.register_forward_hook(hand_on)
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
@@ -100,10 +118,11 @@ class Reference:
             yield
 
     def run(self, tokens: Array, mask: Array | None = None, pieces: list[int] | None = None) -> Run:
-        """Runs tokens [batch, time], whole or in pieces of the given lengths through the reference's own cache.
+        """Runs tokens [batch, time], whole or in pieces of the given lengths through the reference's own
+        cache.
 
-        `mask` [batch, time] bool is False at left padding. A padding token must not be a piece of its own: the
-        reference takes every one-token piece for real.
+        `mask` [batch, time] bool is False at left padding. A padding token must not be a piece of its own:
+        the reference takes every one-token piece for real.
         """
         pieces = pieces or [tokens.shape[1]]
         if sum(pieces) != tokens.shape[1]:
@@ -116,7 +135,9 @@ class Reference:
         start = 0
         with torch.no_grad(), self.exact(), contextlib.ExitStack() as hooks:
             for layer, store in zip(layers, streams, strict=True):
-                hook = layer.register_forward_hook(lambda _m, _a, out, store=store: store.append(out[0].numpy()))
+                hook = layer.register_forward_hook(
+                    lambda _m, _a, out, store=store: store.append(out[0].numpy())
+                )
                 hooks.callback(hook.remove)
             for piece in pieces:
                 stop = start + piece
@@ -135,7 +156,10 @@ class Reference:
             if kind == "linear_attention"
         }
         return Run(
-            np.concatenate(logits, 1), np.concatenate(hidden, 1), [np.concatenate(s, 1) for s in streams], states
+            np.concatenate(logits, 1),
+            np.concatenate(hidden, 1),
+            [np.concatenate(s, 1) for s in streams],
+            states,
         )
 
     def save_loss_gradients(self, tokens: Array, folder: Path) -> float:

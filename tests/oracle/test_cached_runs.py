@@ -1,4 +1,4 @@
-"""Prefill in pieces of 1, 2, 3 and 17 tokens and decode through the cache, against whole runs of the reference."""
+"""Prefill in pieces of 1, 2, 3 and 17 tokens, then decode, against whole runs of the reference."""
 
 from pathlib import Path
 
@@ -14,6 +14,7 @@ CASES = [
         ("pool4", "ties"),
         ("pool16", "plain"),
         ("shared", "plain"),
+        ("far_shared", "ties"),
         ("softplus", "weak"),
         ("groups", "large"),
         ("clamped", "saturated"),

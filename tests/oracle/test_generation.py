@@ -1,4 +1,4 @@
-"""Greedy tokens against transformers' own generate, and every MTP draft on the way against the MTP reference."""
+"""Greedy tokens against transformers' own generate; every MTP draft against the MTP reference."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ MARGIN = 4e-5
 
 
 def _check_drafts(reference: MtpReference, hidden: np.ndarray, made: Drafted) -> int:
-    """Every draft is the reference's argmax after the same drafts before it; returns how many were clear-cut."""
+    """Every draft is the reference's argmax after the drafts before it; returns how many were clear."""
     row = len(made.sequence) - 2  # the newest committed position: its next token is the newest token
     tokens = np.array([made.sequence + made.drafts])
     padded = np.zeros((1, tokens.shape[1], hidden.shape[-1]), hidden.dtype)

@@ -1,4 +1,4 @@
-"""One case against the reference, in the given precision: logits, every layer's streams, states, MTP drafts."""
+"""One case against the reference in a given precision: logits, streams per layer, states, MTP drafts."""
 
 from pathlib import Path
 
@@ -39,7 +39,9 @@ def check_whole_run(case: Case, folder: Path, dtype: str) -> None:
         check_mtp(case, folder, reference, model, expected.hidden)
 
 
-def check_mtp(case: Case, folder: Path, reference: Reference, model: glm_jax.Model, hidden: np.ndarray) -> None:
+def check_mtp(
+    case: Case, folder: Path, reference: Reference, model: glm_jax.Model, hidden: np.ndarray
+) -> None:
     """Three chained drafts, teacher-forced, from the same hidden states."""
     tokens, mask = case.inputs()
     drafts = MtpReference(reference, folder).run(tokens, hidden, mask, STEPS)
