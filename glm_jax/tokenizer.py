@@ -113,14 +113,18 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text now safe to show. After a match, `matched` is set and the text has ended."""
+    def push(self, text: str, *, may_match: bool = True) -> str:
+        """The text now safe to show. After a match, `matched` is set and the text has ended.
+
+        Without `may_match` a stop string that this text completes does not count.
+        """
         if not self._stops:
             return text
-        text = self._held + text
-        # The earliest match counts; of two that start together, the longer one.
-        found = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        held, text = len(self._held), self._held + text
+        # Only what this text completes. The earliest match counts; of two that start together, the longer one.
+        places = [(text.find(stop, max(0, held - len(stop) + 1)), -len(stop), stop) for stop in self._stops]
+        found = [place for place in places if place[0] >= 0]
+        if found and may_match:
             at, _, self.matched = min(found)
             self._held = ""
             return text[: at + len(self.matched)] if self._include else text[:at]

@@ -10,7 +10,8 @@ class AnswerProcessor:
     """Takes an answer's tokens one by one; the result is the same however they were grouped into steps.
 
     An end token counts as a token of the answer but adds no text. A stop string ends the answer with the
-    token that completes it and cuts the text before it (after it with `include_stop_str_in_output`).
+    token that completes it and cuts the text before it (after it with `include_stop_str_in_output`), unless
+    that is one of the first `min_tokens` tokens.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class AnswerProcessor:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self._max_tokens = max_tokens
+        self._min_tokens = sampling.min_tokens
         self._include_stop = sampling.include_stop_str_in_output
         self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(sampling.stop_ids)
@@ -42,7 +44,8 @@ class AnswerProcessor:
         ends = token_id in self._eos or token_id in self._stop_ids
         shown = ""
         if self._detokenizer is not None and (not ends or self._include_stop):
-            shown = self._matcher.push(self._detokenizer.push(token_id))
+            may_stop = len(self.token_ids) > self._min_tokens
+            shown = self._matcher.push(self._detokenizer.push(token_id), may_match=may_stop)
         if ends:
             reason = None if token_id in self._eos and token_id not in self._stop_ids else token_id
             shown += self._finish("stop", reason)
