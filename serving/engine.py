@@ -125,7 +125,7 @@ class Engine:
         """Raises QueueFullError if the queue is at its limit, `more` requests on their way to it counted;
         safe on any thread."""
         most = self.config.max_num_queued_reqs
-        if most is not None and len(self._scheduler.waiting) + more >= most:
+        if most is not None and self._scheduler.waiting_requests + more >= most:
             raise QueueFullError(f"{most} requests are waiting, the most that --max-num-queued-reqs allows")
 
     def submit(

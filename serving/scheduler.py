@@ -67,6 +67,11 @@ class Scheduler:
         return bool(self.waiting or self.running or self._closing)
 
     @property
+    def waiting_requests(self) -> int:
+        """Requests with an answer that waits; safe on any thread."""
+        return len({id(answer.request) for answer in self.waiting})
+
+    @property
     def guided(self) -> bool:
         """Whether a running or waiting answer follows a grammar, which needs every output before it plans."""
         return any(answer.grammar is not None for answer in (*self.running, *self.waiting))
@@ -199,7 +204,7 @@ class Scheduler:
         caching = self._caches(answer)
         match = self._cache.match(answer) if caching and self._reads_cache(answer) else NO_MATCH
         target = answer.known_tokens
-        slots = 3 if caching else 1
+        slots = self._config.slots_per_seq
         fresh = self.blocks_for(target) - len(match.blocks)
         if not self.rows.available or self._cache.states.available < slots:
             return False

@@ -2,9 +2,10 @@
 
 The device fails on any read of a stale, foreign or missing cache row or state, so this holds every rule of
 the cache at once, thousands of operations in seconds; `tests/float64/test_engine.py` does the same with the
-real model.
+real model. `GLM_JAX_FUZZ_LIVES` lengthens it (`make fuzz`).
 """
 
+import os
 import random
 from typing import Any
 
@@ -16,31 +17,34 @@ from glm_jax.sampling_params import SamplingParams
 from serving.engine import Engine
 from serving.engine_config import EngineConfig
 from serving.request import Request
+from tests.serving.cache_audit import audit
 from tests.serving.fake_device import FakeDevice, answer_to
 from tests.serving.tiny_text import weightless_model
 
 CONTEXT = 96
+LIVES = int(os.environ.get("GLM_JAX_FUZZ_LIVES", "60"))
 
 
-def make(chance: random.Random) -> Engine:
+def make(chance: random.Random) -> tuple[Engine, FakeDevice]:
     drafts = chance.choice([0, 1, 3])
     block = chance.choice([8, 16])
     seqs = chance.randint(1, 5)
+    caching = chance.random() < 0.85
     limits: dict[str, Any] = {
         "max_model_len": CONTEXT,
         "max_num_seqs": seqs,
         "max_num_batched_tokens": chance.randint(seqs * (drafts + 1), 80),
         "num_gpu_blocks_override": -(-CONTEXT // block) + chance.choice([0, 1, 4, 40]),
-        "num_state_slots_override": 3 * seqs + chance.choice([0, 1, 3, 30]),
+        "num_state_slots_override": (3 if caching else 1) * seqs + chance.choice([0, 1, 3, 30]),
         "block_size": block,
         "snapshot_spacing": block * chance.choice([1, 2, 4]),
-        "enable_prefix_caching": chance.random() < 0.85,
+        "enable_prefix_caching": caching,
         "async_scheduling": chance.random() < 0.7,
         "speculative_config": {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None,
     }
     device = FakeDevice(block, drafts=drafts, right=chance.random(), seed=chance.randrange(2**30))
     model = weightless_model(num_mtp_layers=1, eos_token_ids=(96,))
-    return Engine(model, EngineConfig(**limits), runner=device)
+    return Engine(model, EngineConfig(**limits), runner=device), device
 
 
 def prompt(chance: random.Random, submitted: list[Request]) -> list[int]:
@@ -79,7 +83,7 @@ def expected(request: Request, index: int) -> tuple[list[int], str]:
 
 def live(seed: int, operations: int) -> Engine:
     chance = random.Random(seed)
-    engine = make(chance)
+    engine, device = make(chance)
     submitted: list[Request] = []
     aborted: set[int] = set()
     for _ in range(operations):
@@ -111,8 +115,11 @@ def live(seed: int, operations: int) -> Engine:
         else:
             engine.step()
         check(engine)
+        if chance.random() < 0.1:
+            audit(engine, device, (request.root for request in submitted))
     engine.run_until_idle()
     check(engine)
+    audit(engine, device, (request.root for request in submitted))
     for request in submitted:
         for answer in request.answers:
             tokens, reason = expected(request, answer.index)
@@ -129,7 +136,7 @@ def live(seed: int, operations: int) -> Engine:
     return engine
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=LIVES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**31))
 def test_any_life(seed: int) -> None:
     live(seed, 150)
