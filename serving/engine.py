@@ -35,6 +35,7 @@ from serving.scheduler import Scheduler
 from serving.state_pool import StatePool
 from serving.statistics import Statistics
 from serving.token_logprobs import LogprobReader
+from serving.trace import Trace
 
 
 class Model(Protocol):
@@ -118,7 +119,10 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a prepared request, whatever the queue's length: ask `check_room` first."""
+        if self.config.trace_requests:
+            request.trace = Trace()
         for answer in request.answers:
+            answer.note("submitted", prompt=len(request.prompt), priority=request.priority)
             self._scheduler.add(answer)
 
     def check_room(self, more: int = 0) -> None:
@@ -241,20 +245,22 @@ class Engine:
             guided = [
                 c.answer.grammar.masks(()) if c.answer.grammar and c.last else None for c in plan.prefill
             ]
-            batch = batch.replace(grammar=mask_of(guided, batch.request_slots.shape[0], 1, self._vocab_size))
+            batch = dataclasses.replace(
+                batch, grammar=mask_of(guided, batch.request_slots.shape[0], 1, self._vocab_size)
+            )
             prefill = self._runner.prefill(batch)
             if any(c.answer.request.sampling.prompt_logprobs is not None for c in plan.prefill):
                 prompt_logprobs = self._prompt_logprobs(prefill, batch.next_tokens)
         if plan.decode:
             bucket = batches.smallest_bucket(self._row_buckets, len(plan.decode))
-            batch = batches.decode_batch(plan.decode, self._scheduler, bucket)
+            windows = batches.decode_batch(plan.decode, self._scheduler, bucket)
             guided = [
                 w.answer.grammar.masks(w.placement.drafts) if w.answer.grammar and w.limit else None
                 for w in plan.decode
             ]
             width = self._runner.window
-            batch = batch.replace(grammar=mask_of(guided, bucket, width, self._vocab_size))
-            decode = self._runner.decode(batch)
+            windows = dataclasses.replace(windows, grammar=mask_of(guided, bucket, width, self._vocab_size))
+            decode = self._runner.decode(windows)
         return _Dispatched(plan, prefill, decode, prompt_logprobs)
 
     def _prompt_logprobs(self, prefill: StepOutput, targets: Any) -> LogprobReader:
@@ -273,7 +279,7 @@ class Engine:
                     self._read_prompt_logprobs(chunk, step.prompt_logprobs, first)
                 first += chunk.length
                 if chunk.last and chunk.answer.placement is chunk.placement:
-                    deltas.append(self._extend(chunk.answer, output, row))
+                    deltas.append(self._extend(chunk.answer, output, row, "first token"))
         if step.decode is not None:
             output = _HostOutput(step.decode)
             for row, window in enumerate(step.plan.decode):
@@ -288,7 +294,7 @@ class Engine:
         if answer.placement is not window.placement:
             return []  # finished, aborted or preempted since: nobody wants these tokens
         self._statistics.verified(count)
-        delta = self._extend(answer, output, row)
+        delta = self._extend(answer, output, row, "window")
         self._scheduler.publish_answer(answer)
         return [delta]
 
@@ -303,8 +309,8 @@ class Engine:
                 token = int(request.prompt[position])
                 request.prompt_logprobs.append(reader.at((first + offset,), token, top))
 
-    def _extend(self, answer: Answer, output: "_HostOutput", row: int) -> Delta:
-        """Adds a window's tokens; those past the answer's end are dropped."""
+    def _extend(self, answer: Answer, output: "_HostOutput", row: int, what: str) -> Delta:
+        """Adds a window's tokens; those past the answer's end are dropped. `what`: for the trace."""
         if not output.healthy[row]:
             # NaN logits: the request fails alone, and nothing it computed is read again
             self._statistics.unhealthy()
@@ -324,6 +330,7 @@ class Engine:
         if top is not None and output.logprobs is not None:
             answer.logprobs.extend(output.logprobs.along(row, kept, top))
         self._statistics.generated(len(kept))
+        answer.note(what, accepted=int(output.counts[row]) - 1, kept=len(kept))
         if answer.finish_reason is not None:
             self._finish(answer)
         return Delta(answer, tuple(kept), text, answer.finish_reason, answer.processor.stop_reason)
@@ -338,6 +345,7 @@ class Engine:
     def _finish(self, answer: Answer) -> None:
         self._scheduler.finish(answer)
         self._statistics.finished(answer.finish_reason or "")
+        answer.note("finished", reason=answer.finish_reason or "", generated=len(answer.token_ids))
 
 
 class _HostOutput:

@@ -29,6 +29,7 @@ class EngineConfig:
         kv_cache_dtype: of the latents: "auto" (the compute dtype), "bfloat16" or "fp8" (e4m3, one scale
             for 128 channels).
         max_num_queued_reqs: most requests waiting; one more is refused. None: no limit.
+        trace_requests: keep the events of every request's life as `request.trace`, for debugging.
     """
 
     max_model_len: int | None = None
@@ -44,6 +45,7 @@ class EngineConfig:
     speculative_config: Mapping[str, Any] | None = None
     kv_cache_dtype: str = "auto"
     max_num_queued_reqs: int | None = None
+    trace_requests: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "snapshot_spacing"):

@@ -10,6 +10,7 @@ from serving.block_hash import BlockHash
 from serving.grammar import GrammarState
 from serving.output import AnswerProcessor
 from serving.token_logprobs import TokenLogprobs
+from serving.trace import Trace
 
 
 class Status(enum.Enum):
@@ -37,6 +38,7 @@ class Request:
     cached_tokens: dict[str, int] = dataclasses.field(
         default_factory=lambda: {"device": 0, "host": 0, "disk": 0}
     )
+    trace: Trace | None = None  # with EngineConfig(trace_requests=True)
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -127,6 +129,11 @@ class Answer:
     @property
     def known_tokens(self) -> int:
         return len(self.request.prompt) + len(self.processor.token_ids)
+
+    def note(self, what: str, **details: int | str) -> None:
+        """Adds an event to the request's trace, if it has one."""
+        if self.request.trace is not None:
+            self.request.trace.note(self.index, what, **details)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Known tokens [start, stop), prompt and answer as one sequence; int32, shorter past the last one."""

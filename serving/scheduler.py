@@ -175,6 +175,7 @@ class Scheduler:
         place, answer = chunk.placement, chunk.answer
         end = chunk.start + chunk.length
         place.scheduled = end
+        answer.note("chunk", start=chunk.start, length=chunk.length)
         regular = dict(place.snapshot_at)
         if place.caching:
             self._cache.publish_blocks(answer, end)
@@ -236,6 +237,8 @@ class Scheduler:
         answer.status = Status.RUNNING
         self.waiting.remove(answer)
         bisect.insort(self.running, answer, key=_urgency)
+        what = "resumed" if answer.admitted else "admitted"
+        answer.note(what, row=place.row, hit=match.boundary, target=target)
         if not answer.admitted:
             answer.admitted = True
             self.queries += target
@@ -330,6 +333,7 @@ class Scheduler:
         answer.placement = None
         answer.status = Status.WAITING
         answer.preemptions += 1
+        answer.note("preempted", known=answer.known_tokens)
         self.preemptions += 1
         bisect.insort(self.waiting, answer, key=_urgency)
 
