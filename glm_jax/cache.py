@@ -9,6 +9,7 @@ Two address spaces, both handed out by the host:
 Padding is written nowhere: its ids are -1, which every write maps past the end and drops.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -104,9 +105,9 @@ def shapes(
     mla = config.layer_kinds.count("mla") + config.num_mtp_layers
     kda = config.layer_kinds.count("kda")
     heads, dim = config.kda_heads, config.kda_head_dim
-    array = jax.ShapeDtypeStruct
+    array: Any = jax.ShapeDtypeStruct  # the fields are declared as arrays
 
-    def per_window(*tail: int) -> jax.ShapeDtypeStruct:
+    def per_window(*tail: int) -> Any:
         return array((kda, num_request_slots, window, heads, *tail), wide)
 
     rank = config.kv_lora_rank
@@ -149,7 +150,7 @@ def create(config: Config, *, fill: float = 0.0, **geometry: Any) -> Cache:
 def write_sampler_row(cache: Cache, slot: jax.Array, row: SamplerTables) -> Cache:
     """Sets one request slot's tables (`row`'s leaves are `[vocab]`): at admission, or when it resumes."""
     tables = jax.tree.map(lambda table, values: table.at[slot].set(values), cache.sampler, row)
-    return cache.replace(sampler=tables)
+    return replace(cache, sampler=tables)
 
 
 def slot_or_drop(slots: jax.Array, size: int) -> jax.Array:

@@ -40,10 +40,10 @@ def mesh_of(params: Params) -> Mesh | None:
 
 def cache_specs(fp8: bool) -> Cache:
     """`PartitionSpec` of every cache leg: KDA heads and the vocabulary are split, the rest is replicated."""
-    whole = PartitionSpec()
-    heads = PartitionSpec(None, None, None, TENSOR_AXIS)
-    vocabulary = PartitionSpec(None, TENSOR_AXIS)
     specs: Any = PartitionSpec  # the fields are declared as arrays
+    whole = specs()
+    heads = specs(None, None, None, TENSOR_AXIS)
+    vocabulary = specs(None, TENSOR_AXIS)
     return Cache(
         latents=whole,
         latent_scales=whole if fp8 else None,
@@ -81,7 +81,11 @@ def compile_steps(
 
 @lru_cache
 def _single_device(config: Config, top_logprobs: int, implementation: str | None) -> CompiledSteps:
-    static = {"config": config, "top_logprobs": top_logprobs, "implementation": implementation}
+    static: dict[str, Any] = {
+        "config": config,
+        "top_logprobs": top_logprobs,
+        "implementation": implementation,
+    }
 
     def prefill(params: Params, cache: Cache, batch: steps.PrefillBatch) -> tuple[steps.StepOutput, Cache]:
         return steps.prefill(params, cache=cache, batch=batch, **static)
@@ -110,7 +114,7 @@ def _on_mesh(
     split_params = jax.tree.unflatten(structure, leaves)
     split_cache = cache_specs(fp8_latents)
     whole = PartitionSpec()
-    step = {
+    step: dict[str, Any] = {
         "config": config,
         "top_logprobs": top_logprobs,
         "axis": TENSOR_AXIS,
@@ -125,7 +129,10 @@ def _on_mesh(
     def decode(params: Params, cache: Cache, batch: steps.DecodeBatch) -> tuple[steps.StepOutput, Cache]:
         return steps.decode(params, cache=cache, batch=batch, **step)
 
-    in_and_out = {"in_specs": (split_params, split_cache, whole), "out_specs": (whole, split_cache)}
+    in_and_out: dict[str, Any] = {
+        "in_specs": (split_params, split_cache, whole),
+        "out_specs": (whole, split_cache),
+    }
     shardings = jax.tree.map(partial(NamedSharding, mesh), split_cache, is_leaf=_is_spec)
     return CompiledSteps(
         prefill=jax.jit(shard(prefill, **in_and_out), donate_argnums=1),

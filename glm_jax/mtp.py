@@ -6,6 +6,7 @@ teacher-forced form over whole sequences.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -98,16 +99,20 @@ def _forward(
     previous = rows.flatten(aligned.apply(hidden))
     positions = jnp.tile(jnp.arange(time, dtype=jnp.int32), batch)
     p = require_mtp(params).attention
-    latents = selection = None
+    indexer = p.indexer
+    if indexer is None:
+        raise ValueError("the MTP layer has no indexer of its own")
+    latents: jax.Array | None = None
+    selection: jax.Array | None = None
     outputs = []
     for step in range(steps):
 
         def attention(x: jax.Array) -> jax.Array:
             nonlocal latents, selection
             inputs = mla_inputs(p, config, x)
-            if latents is None:
+            if latents is None or selection is None:
                 latents = rows.split(inputs.latent)
-                selection = select(p, config, rows, x, inputs.query_residual)
+                selection = select(indexer, config, rows, x, inputs.query_residual)
             attended = attend_selected(p, config, rows.split(inputs.query), latents, selection)
             return mla_output(p, rows.flatten(attended), None)
 
@@ -172,13 +177,13 @@ def draft(
     at = jnp.maximum(last_token, 0)
     previous, positions = out[at], layout.positions[at]
     selection = None if selection is None else selection[at]
-    tokens = []
+    tokens: list[jax.Array] = []
     for step in range(drafts):
         if step > 0:
             positions = positions + 1
             active = (last_token >= 0) & (positions < limits)
-            chained = layout.replace(
-                row_of_token=jnp.where(active, rows, -1), positions=positions, row_starts=positions
+            chained = replace(
+                layout, row_of_token=jnp.where(active, rows, -1), positions=positions, row_starts=positions
             )
             previous = _block(
                 params,

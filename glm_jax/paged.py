@@ -5,6 +5,9 @@ then select and attend through the block table, so a token sees itself and earli
 or window exactly as later steps will. Only the KDA side differs between phases.
 """
 
+from dataclasses import replace
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -14,7 +17,7 @@ from glm_jax.config import Config
 from glm_jax.layers.kda import kda_inputs, kda_output, split_qkv
 from glm_jax.layers.mla import absorb_query, expand_value, index_inputs, mla_inputs, mla_output
 from glm_jax.model import MlaLayer, trunk
-from glm_jax.params import Kda, Mla, Params
+from glm_jax.params import Indexer, Kda, Mla, Params
 from pallas_kernels.kda import kda_decode, kda_prefill
 from pallas_kernels.pool_index import expand_pools, physical_rows, select_paged, write_pools
 from pallas_kernels.short_convolution import short_convolution_decode, short_convolution_ragged
@@ -54,20 +57,11 @@ def run_mla(
     own_rows = physical_rows(
         layout.positions[:, None], layout.row_of_token, layout.block_tables, cache.block_size
     )[:, 0]
-    layers, blocks, block_size, rank = cache.latents.shape
-    scales = cache.latent_scales
-    flat_scales = None if scales is None else scales.reshape(layers, blocks * block_size, -1)
-    latents = cache.latents.reshape(layers, blocks * block_size, rank)
-    if flat_scales is None:
-        latents = write_latents(latents, layer, own_rows, inputs.latent)
-    else:
-        latents, flat_scales = write_latents(latents, layer, own_rows, inputs.latent, flat_scales)
-    cache = cache.replace(
-        latents=latents.reshape(cache.latents.shape),
-        latent_scales=None if flat_scales is None else flat_scales.reshape(scales.shape),
-    )
+    cache, latents, scales = _write_latents(cache, layer, own_rows, inputs.latent)
     if p.indexer is not None and not reuse_selection:
-        selection, cache = _select(p, config, cache, layer, layout, x, inputs.query_residual, implementation)
+        selection, cache = _select(
+            p.indexer, config, cache, layer, layout, x, inputs.query_residual, implementation
+        )
     if selection is None:
         raise ValueError("a shared indexer layer needs the selection of an earlier full one")
     attended = sparse_mla(
@@ -76,14 +70,33 @@ def run_mla(
         selection,
         scale=inputs.query.shape[-1] ** -0.5,
         layer=layer,
-        latent_scales=flat_scales,
+        latent_scales=scales,
         implementation=implementation,
     )
     return mla_output(p, expand_value(p, attended), axis), selection, cache
 
 
+def _write_latents(
+    cache: Cache, layer: int, rows: jax.Array, values: jax.Array
+) -> tuple[Cache, jax.Array, jax.Array | None]:
+    """Stores `values [tokens, rank]` at cache rows; also returns the latents and their scales by row."""
+    layers, blocks, block_size, rank = cache.latents.shape
+    latents = cache.latents.reshape(layers, blocks * block_size, rank)
+    scales = cache.latent_scales
+    if scales is None:
+        latents = cast(jax.Array, write_latents(latents, layer, rows, values))
+        return replace(cache, latents=latents.reshape(cache.latents.shape)), latents, None
+    by_row = scales.reshape(layers, blocks * block_size, -1)
+    written = write_latents(latents, layer, rows, values, by_row)
+    latents, by_row = cast(tuple[jax.Array, jax.Array], written)
+    cache = replace(
+        cache, latents=latents.reshape(cache.latents.shape), latent_scales=by_row.reshape(scales.shape)
+    )
+    return cache, latents, by_row
+
+
 def _select(
-    p: Mla,
+    p: Indexer,
     config: Config,
     cache: Cache,
     layer: int,
@@ -93,7 +106,7 @@ def _select(
     implementation: str | None,
 ) -> tuple[jax.Array, Cache]:
     """Writes this batch's index keys, then chooses each token's context as physical rows."""
-    index = index_inputs(p.indexer, config, x, query_residual)
+    index = index_inputs(p, config, x, query_residual)
     kpool = config.index_kpool
     ring, pooled = write_pools(
         cache.ring,
@@ -101,7 +114,7 @@ def _select(
         layer,
         index.key,
         index.gate,
-        p.indexer.ape,
+        p.ape,
         layout.row_of_token,
         layout.positions,
         layout.row_starts,
@@ -121,7 +134,7 @@ def _select(
     )
     tokens = expand_pools(pools, layout.positions, kpool)
     rows = physical_rows(tokens, layout.row_of_token, layout.block_tables, cache.block_size)
-    return rows, cache.replace(ring=ring, pooled=pooled)
+    return rows, replace(cache, ring=ring, pooled=pooled)
 
 
 @struct.dataclass
@@ -189,7 +202,8 @@ def _store_states(cache: Cache, layer: int, slots: jax.Array, state: jax.Array, 
     conv = jnp.zeros((rows, *cache.conv.shape[2:]), cache.conv.dtype)
     conv = conv.at[:, :taken].set(history.reshape(rows, taken, *cache.conv.shape[3:]).astype(conv.dtype))
     where = slot_or_drop(slots, cache.kda_state.shape[1])
-    return cache.replace(
+    return replace(
+        cache,
         kda_state=cache.kda_state.at[layer, where].set(state.astype(cache.kda_state.dtype), mode="drop"),
         conv=cache.conv.at[layer, where].set(conv, mode="drop"),
     )
@@ -251,7 +265,7 @@ def run_kda_decode(
         publish_slots=replay.publish_slots,
         implementation=implementation,
     )
-    cache = cache.replace(kda_state=state, conv=conv.reshape(cache.conv.shape), records=records)
+    cache = replace(cache, kda_state=state, conv=conv.reshape(cache.conv.shape), records=records)
     flat = recurrent.reshape(rows * window, *recurrent.shape[2:])
     return kda_output(p, config, flat, inputs.output_gate, axis), cache
 

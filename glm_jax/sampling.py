@@ -4,6 +4,8 @@ Logits may be one shard of the vocabulary (`axis`); per-request tables are shard
 vocabulary size is ever gathered to sample.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -102,7 +104,7 @@ def process_logits(
     return jax.lax.cond(grammar.active, guided, lambda x: x, logits)
 
 
-def _words_of_shard(words: jax.Array, start: jax.Array, size: int) -> jax.Array:
+def _words_of_shard(words: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
     """The mask words of vocabulary ids [start, start + size); shards begin on whole words."""
     if size % 32:
         raise ValueError(f"a vocabulary shard of {size} ids does not begin on a mask word (32 ids)")
@@ -150,7 +152,7 @@ def count_tokens(
     local = tokens - shard_start(size, axis)
     counted = committed & rows.processed[:, None] & (local >= 0) & (local < size)
     slots = slot_or_drop(jnp.where(counted, request_slots[:, None], -1), tables.counts.shape[0])
-    return tables.replace(counts=tables.counts.at[slots, local].add(1, mode="drop"))
+    return replace(tables, counts=tables.counts.at[slots, local].add(1, mode="drop"))
 
 
 def logprobs_of(

@@ -8,6 +8,8 @@ Sampling is keyed by (seed, choice, position): a draft is accepted exactly when 
 its position, so outputs do not depend on the number of drafts.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -136,8 +138,8 @@ def prefill(
         )
     counts = batch.sample.astype(jnp.int32)
     cache = _store_rows(cache, slots, ends, jnp.zeros_like(ends), sampled[:, 0], drafts)
-    cache = cache.replace(
-        sampler=count_tokens(cache.sampler, batch.sampling, slots, sampled, counts[:, None] > 0, axis)
+    cache = replace(
+        cache, sampler=count_tokens(cache.sampler, batch.sampling, slots, sampled, counts[:, None] > 0, axis)
     )
     pad = ((0, 0), (0, cache.window - 1))
     logprobs = None
@@ -204,7 +206,7 @@ def decode(
 
     drafts = jnp.zeros((rows, 0), jnp.int32)
     if window > 1:
-        layout = layout.replace(row_of_token=jnp.where(committed, row, -1).reshape(-1))
+        layout = replace(layout, row_of_token=jnp.where(committed, row, -1).reshape(-1))
         last = jnp.where(counts > 0, row[:, 0] * window + matched, -1)
         drafts, cache = mtp.draft(
             params,
@@ -220,8 +222,9 @@ def decode(
         )
     # a row at its limit commits nothing but its replay is done: accepted falls to 0, so no step repeats it
     cache = _store_rows(cache, batch.request_slots, start + counts, counts, newest, drafts)
-    cache = cache.replace(
-        sampler=count_tokens(cache.sampler, batch.sampling, batch.request_slots, sampled, committed, axis)
+    cache = replace(
+        cache,
+        sampler=count_tokens(cache.sampler, batch.sampling, batch.request_slots, sampled, committed, axis),
     )
     logprobs = None
     if top_logprobs:
@@ -275,10 +278,12 @@ def _store_rows(
     state = cache.rows
     where = slot_or_drop(request_slots, state.position.shape[0])
     window = jnp.concatenate([token[:, None], drafts], axis=1)
-    return cache.replace(
-        rows=state.replace(
+    return replace(
+        cache,
+        rows=replace(
+            state,
             position=state.position.at[where].set(position, mode="drop"),
             accepted=state.accepted.at[where].set(accepted, mode="drop"),
             tokens=state.tokens.at[where].set(window, mode="drop"),
-        )
+        ),
     )

@@ -121,7 +121,7 @@ class StopMatcher:
         if not self._stops:
             return text
         held, text = len(self._held), self._held + text
-        # Only what this text completes. The earliest match counts; of two that start together, the longer one.
+        # Only what this text completes. The earliest match counts; of two starting together, the longer one.
         places = [(text.find(stop, max(0, held - len(stop) + 1)), -len(stop), stop) for stop in self._stops]
         found = [place for place in places if place[0] >= 0]
         if found and may_match:

@@ -5,6 +5,7 @@ Everything here is plain XLA, differentiable on every platform. Rows lie on the 
 real token. Index selections carry no gradient (they are integers), as in the reference.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from glm_jax.config import Config
 from glm_jax.layers.kda import kda_inputs, kda_output, split_qkv
 from glm_jax.layers.mla import index_inputs, mla_inputs, mla_output
-from glm_jax.params import Kda, Mla
+from glm_jax.params import Indexer, Kda, Mla
 from pallas_kernels.kda import kda_chunked
 from pallas_kernels.pool_index import pool_keys, score_pools, select_pools
 from pallas_kernels.short_convolution import short_convolution
@@ -73,7 +74,7 @@ def run_mla(
     """
     inputs = mla_inputs(p, config, x)
     if p.indexer is not None:
-        selection = select(p, config, rows, x, inputs.query_residual)
+        selection = select(p.indexer, config, rows, x, inputs.query_residual)
     if selection is None:
         raise ValueError("a shared indexer layer needs the selection of an earlier full one")
     latents = rows.split(inputs.latent)
@@ -81,9 +82,9 @@ def run_mla(
     return mla_output(p, rows.flatten(attended), None), selection
 
 
-def select(p: Mla, config: Config, rows: Rows, x: jax.Array, query_residual: jax.Array) -> jax.Array:
+def select(p: Indexer, config: Config, rows: Rows, x: jax.Array, query_residual: jax.Array) -> jax.Array:
     """Pools chosen by each query: `[batch, time, index_topk / kpool]` int32, ascending, -1 invalid."""
-    index = index_inputs(p.indexer, config, x, query_residual)
+    index = index_inputs(p, config, x, query_residual)
     kpool = config.index_kpool
     pools = rows.time // kpool
     width = config.index_topk // kpool
@@ -94,7 +95,7 @@ def select(p: Mla, config: Config, rows: Rows, x: jax.Array, query_residual: jax
         per_row = rows.split(values)[:, : pools * kpool]
         return per_row.reshape(rows.batch, pools, kpool, -1)
 
-    pooled = pool_keys(pooled_view(index.key), pooled_view(index.gate), p.indexer.ape)
+    pooled = pool_keys(pooled_view(index.key), pooled_view(index.gate), p.ape)
 
     def block(query: jax.Array, head_weights: jax.Array, positions: jax.Array) -> jax.Array:
         scores = score_pools(query, head_weights, pooled)
@@ -148,7 +149,7 @@ def visible_tokens(selection: jax.Array, positions: jax.Array, time: int, kpool:
     return by_token | tail
 
 
-def _over_query_blocks(block, time: int, *per_query: jax.Array) -> jax.Array:
+def _over_query_blocks(block: Callable[..., jax.Array], time: int, *per_query: jax.Array) -> jax.Array:
     """`block(*slices [batch, q, ...], positions [q])` over the time axis, one block of queries at a time."""
     if time <= QUERY_BLOCK:
         return block(*per_query, jnp.arange(time))

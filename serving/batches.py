@@ -68,8 +68,8 @@ def prefill_batch(chunks: Sequence[Chunk], scheduler: Scheduler, tokens: int) ->
         block_tables=_padded(scheduler.block_tables[slots], rows, -1),
         state_slots=_column([c.placement.state_slot for c in chunks], rows, -1),
         initial_slots=_column([c.initial_slot for c in chunks], rows, -1),
-        snapshot_after=snapshots[0],
-        snapshot_slots=snapshots[1],
+        snapshot_after=_array(snapshots[0]),
+        snapshot_slots=_array(snapshots[1]),
         request_slots=_padded(slots, rows, -1),
         sample=_padded(np.array([chunk.last for chunk in chunks], bool), rows, False),
         limits=_column([c.answer.request.limit for c in chunks], rows, 0),
@@ -80,11 +80,13 @@ def prefill_batch(chunks: Sequence[Chunk], scheduler: Scheduler, tokens: int) ->
 def decode_batch(windows: Sequence[Window], scheduler: Scheduler, rows: int) -> DecodeBatch:
     """One window of each answer, in `rows` rows."""
     slots = np.array([window.placement.row for window in windows], np.int32)
-    tables = [_table(window, scheduler) for window in windows]
+    tables = np.full((rows, scheduler.block_tables.shape[1]), -1, np.int32)
+    for row, window in enumerate(windows):
+        # nothing of a closed answer is run (limit 0), and its row of the table is gone already
+        if window.limit:
+            tables[row] = scheduler.block_tables[window.placement.row]
     return DecodeBatch(
-        block_tables=_padded(np.array(tables, np.int32).reshape(len(windows), -1), rows, -1)
-        if windows
-        else np.full((rows, scheduler.block_tables.shape[1]), -1, np.int32),
+        block_tables=_array(tables),
         state_slots=_column([w.placement.state_slot for w in windows], rows, -1),
         request_slots=_padded(slots, rows, -1),
         limits=_column([w.limit for w in windows], rows, 0),
@@ -92,12 +94,6 @@ def decode_batch(windows: Sequence[Window], scheduler: Scheduler, rows: int) -> 
         publish_slots=_column([w.publish_slot for w in windows], rows, -1),
         sampling=sampling_rows([window.answer for window in windows], rows),
     )
-
-
-def _table(window: Window, scheduler: Scheduler) -> np.ndarray:
-    """A closed answer's row of the table is gone already; nothing of it is run, so none is needed."""
-    table = scheduler.block_tables[window.placement.row]
-    return table if window.limit else np.full_like(table, -1)
 
 
 def sampling_rows(answers: Sequence[Answer], rows: int) -> SamplingRows:
@@ -132,11 +128,13 @@ def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _padded(values: np.ndarray, size: int, fill: float) -> Any:
-    """`values` continued with `fill` to `size` along the first axis; 64-bit integers become int32.
-
-    Typed Any because the steps' fields are declared as `jax.Array`; jit takes numpy arrays in their place.
-    """
+    """`values` continued with `fill` to `size` along the first axis; 64-bit integers become int32."""
     dtype = np.int32 if values.dtype == np.int64 else values.dtype
     padded = np.full((size, *values.shape[1:]), fill, dtype)
     padded[: len(values)] = values
-    return padded
+    return _array(padded)
+
+
+def _array(values: np.ndarray) -> Any:
+    """The steps' fields are declared as `jax.Array`; jit takes numpy arrays in their place."""
+    return values

@@ -3,6 +3,7 @@
 Everything above it works on numpy arrays; everything below is jit. One thread may use it.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -61,13 +62,13 @@ class ModelRunner:
 
     def prefill(self, batch: PrefillBatch) -> StepOutput:
         if batch.grammar is None:
-            batch = batch.replace(grammar=self._unguided(batch.request_slots.shape[0], 1))
+            batch = replace(batch, grammar=self._unguided(batch.request_slots.shape[0], 1))
         output, self._cache = self._steps.prefill(self._params, self._cache, batch)
         return output
 
     def decode(self, batch: DecodeBatch) -> StepOutput:
         if batch.grammar is None:
-            batch = batch.replace(grammar=self._unguided(batch.request_slots.shape[0], self.window))
+            batch = replace(batch, grammar=self._unguided(batch.request_slots.shape[0], self.window))
         output, self._cache = self._steps.decode(self._params, self._cache, batch)
         return output
 

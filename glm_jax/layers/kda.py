@@ -10,7 +10,7 @@ from glm_jax.config import Config
 from glm_jax.layers.norms import l2_normalise
 from glm_jax.params import Kda
 from glm_jax.precision import at_least_float32
-from glm_jax.quantization import matmul
+from glm_jax.quantization import BlockScaled, Weight, matmul
 
 
 class KdaInputs(NamedTuple):
@@ -22,8 +22,10 @@ class KdaInputs(NamedTuple):
     output_gate: jax.Array  # [tokens, heads, dim] compute dtype, before its sigmoid
 
 
-def _flat_weight(stacked: jax.Array) -> jax.Array:
+def _flat_weight(stacked: Weight) -> jax.Array:
     """`[parts, out, in]` -> `[parts * out, in]`: several projections of one input as one matmul."""
+    if isinstance(stacked, BlockScaled):
+        raise TypeError("stacked KDA projections are never block-scaled: loading dequantises them")
     return stacked.reshape(-1, stacked.shape[-1])
 
 
