@@ -7,6 +7,9 @@ All forms take keys and queries that are already l2-normalised, with the query s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -129,20 +132,26 @@ def _prefill_kernel(
     checkpoints: jax.Array,
     chosen: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def run(config, *arguments):
-        return kda_prefill_kernel.prefill(*arguments, config=config, interpret=chosen == "interpret")
-
     arguments = (q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints)
-    tokens, rows, heads = q.shape[0], initial_state.shape[0], q.shape[1]
-    cuda = kda_prefill_kernel.choose(kda_prefill_kernel.CUDA, tokens, rows, heads)
-    if chosen == "interpret":
-        return run(cuda, *arguments)
-    return triton.per_platform(
-        run,
-        *arguments,
-        cuda=cuda,
-        rocm=kda_prefill_kernel.choose(kda_prefill_kernel.ROCM, tokens, rows, heads),
+    cuda, rocm = (
+        kda_prefill_kernel.choose(config, q.shape[0], initial_state.shape[0], q.shape[1])
+        for config in (kda_prefill_kernel.CUDA, kda_prefill_kernel.ROCM)
     )
+    return _run_kernel(kda_prefill_kernel.prefill, arguments, chosen, cuda=cuda, rocm=rocm)
+
+
+def _run_kernel(
+    kernel: Callable[..., Any], arguments: tuple[Any, ...], chosen: str, *, cuda: Any, rocm: Any
+) -> Any:
+    """Call a kernel with the configuration of the platform; the interpreter takes CUDA's."""
+    if chosen == "interpret":
+        return kernel(*arguments, config=cuda, interpret=True)
+    leaves, structure = jax.tree.flatten(arguments)
+
+    def run(config, *operands):
+        return kernel(*jax.tree.unflatten(structure, operands), config=config)
+
+    return triton.per_platform(run, *leaves, cuda=cuda, rocm=rocm)
 
 
 def kda_decode(
@@ -168,7 +177,7 @@ def kda_decode(
       q, k, log_decay: [R, W, H, K]; v: [R, W, H, V]; beta: [R, W, H].
       state: [layers, slots, H, K, V], at least float32: the committed states, updated in place if donated.
       layer: index into the stacked arrays.
-      slots: [R] int32 state slot of a row, all different; -1 is a padding row, which reads and writes nothing.
+      slots: [R] int32 state slot of a row, all different; -1 is a padding row, which touches nothing.
       records: the previous window of every request, [layers, request_slots, W, H, ...].
       record_slots: [R] int32 request slot of a row.
       accepted: [R] int32 in 0..W, recorded tokens to commit before this window runs.
@@ -193,5 +202,6 @@ def kda_decode(
     if chosen == "xla":
         out, state, stacked = kda_reference.decode(*arguments)
     else:
-        out, state, stacked = kda_decode_kernel.decode(*arguments, interpret=chosen == "interpret")
+        platforms = {"cuda": kda_decode_kernel.CUDA, "rocm": kda_decode_kernel.ROCM}
+        out, state, stacked = _run_kernel(kda_decode_kernel.decode, arguments, chosen, **platforms)
     return out, state, KdaRecords(*stacked)

@@ -38,21 +38,30 @@ SKIP, ZERO = -1, -2  # of SequencePlan.target
 class PrefillConfig:
     """Tiles and launch parameters of the prefill kernels on one platform."""
 
-    chunk: int = 32  # tokens: 16, 32 or 64
-    columns: int = 64  # value columns of one program of the state kernel
-    intra: Launch = Launch(num_warps=4, num_stages=1)
-    state: Launch = Launch(num_warps=4, num_stages=2)
+    chunk: int  # tokens: 16, 32 or 64
+    columns: int  # value columns of one program of the state kernel
+    intra: Launch
+    state: Launch
+    precision: str  # of the dots of float32 operands when the inputs are bfloat16
     segments: int = 1  # parts of a row whose states run in parallel, joined by their affine maps
-    precision: str = "tf32"  # of the dots of float32 operands when the inputs are narrower than float32
 
 
-CUDA = PrefillConfig()
-ROCM = PrefillConfig(state=Launch(num_warps=4, num_stages=1), precision="ieee")
+CUDA = PrefillConfig(
+    chunk=32, columns=64, intra=Launch(4, 1), state=Launch(4, num_stages=2), precision="tf32"
+)
+ROCM = PrefillConfig(
+    chunk=32, columns=64, intra=Launch(4, 1), state=Launch(4, num_stages=1), precision="ieee"
+)
 
 
 def choose(config: PrefillConfig, tokens: int, rows: int, heads: int) -> PrefillConfig:
-    """Narrower tiles and segments where the heads alone leave most of the GPU idle."""
-    return config
+    """Narrower tiles, then segments, where rows and heads alone leave most of the GPU idle."""
+    if rows * heads >= 64:
+        return config
+    narrow = dataclasses.replace(config, columns=32, state=dataclasses.replace(config.state, num_warps=2))
+    if rows * heads > 16 or tokens < 4096:
+        return narrow
+    return dataclasses.replace(narrow, segments=min(16, tokens // 2048))
 
 
 def supported(q: jax.Array, v: jax.Array, gate_lower_bound: float | None) -> bool:
@@ -62,7 +71,7 @@ def supported(q: jax.Array, v: jax.Array, gate_lower_bound: float | None) -> boo
         gate_lower_bound is not None
         and gate_lower_bound >= LOWEST_GATE
         and all(dim >= 16 and dim & (dim - 1) == 0 for dim in dims)
-        and all(x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) for x in (q, v))
+        and all(x.dtype in (jnp.float32, jnp.bfloat16) for x in (q, v))
         and q.shape[0] > 0
     )
 
@@ -159,7 +168,10 @@ def _intra_kernel(
 def _intra(
     config: PrefillConfig, plan: ChunkPlan, q, k, v, log_decay, beta, *, operand, precision, interpret
 ):
-    """Chunk terms, [H, N, ...]: U transposed [V, C], -W, Q exp(G), K exp(G_C - G) [C, K], P [C, C], exp(G_C) [K]."""
+    """Terms of every chunk, [H, N, ...].
+
+    U transposed [V, C]; -W, Q exp(G) and K exp(G_C - G) [C, K]; P [C, C]; exp(G_C) [K].
+    """
     heads, key_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
     chunks, size = plan.start.shape[0], config.chunk
     shapes = [(value_dim, size), (size, key_dim), (size, key_dim), (size, key_dim), (size, size), (key_dim,)]
@@ -274,7 +286,7 @@ def _segment_kernel(bounds_ref, values_ref, *refs, width, precision):
 
 
 def _join_kernel(initial_ref, maps_ref, carried_ref, *, width, segments, precision):
-    """States before each segment of a row, transposed, from the row's initial state and the segments' maps."""
+    """Transposed states before each segment of a row, from its initial state and its segments' maps."""
     row, head, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     value_dim, key_dim = carried_ref.shape[2], carried_ref.shape[3]
     columns = pl.ds(block * width, width)

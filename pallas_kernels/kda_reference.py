@@ -6,7 +6,8 @@ Recurrence for one head with state S in R^{K x V} (Kimi Linear, arXiv 2510.26692
 
 Chunk form over C tokens with G_i = sum_{j<=i} g_j and the state S_0 before the chunk:
 
-    A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd) for i > j;  P_ij = sum_d q_id k_jd exp(G_id - G_jd) for i >= j
+    A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd) for i > j
+    P_ij = sum_d q_id k_jd exp(G_id - G_jd) for i >= j
     (I + A) [U | W] = diag(beta) [V | K exp(G)];  u = U - W S_0
     o = (Q exp(G)) S_0 + P u;  S_n = diag(exp(G_n)) S_0 + sum_{i<=n} (k_i exp(G_n - G_i)) u_i^T
 
@@ -72,7 +73,7 @@ def recurrent(q, k, v, log_decay, beta, initial_state):
 
 
 def chunk_terms(q, k, v, log_decay, beta) -> ChunkTerms:
-    """Token-parallel part of a chunk: q, k, log_decay [..., C, K], v [..., C, V], beta [..., C], one dtype."""
+    """Token-parallel part of a chunk: q, k, log_decay [..., C, K], v [..., C, V], beta [..., C]."""
     size = k.shape[-2]
     # A decay below the square of the dtype's epsilon forgets everything; bounding it keeps the prefix sums,
     # whose differences become exponents, small enough to be accurate for gates without a lower bound.
@@ -259,7 +260,7 @@ def decode(
     publish_after,
     publish_slots,
 ):
-    """Replay, publish and run one window; see `kda.kda_decode`. Records are a tuple (k, v, log_decay, beta)."""
+    """Replay, publish and run one window; see `kda.kda_decode`. Records are (k, v, log_decay, beta)."""
     dtype = accumulation_dtype(state)
     rows, window = beta.shape[:2]
     slots, record_slots, accepted = (jnp.asarray(x) for x in (slots, record_slots, accepted))

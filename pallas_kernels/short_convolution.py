@@ -129,7 +129,8 @@ def short_convolution_decode(
     window, taps = x.shape[1], weight.shape[1]
     if state.shape[2] != taps - 1 + window:
         raise ValueError(
-            f"state holds {state.shape[2]} inputs a slot, {taps} taps and {window} tokens need {taps - 1 + window}"
+            f"state holds {state.shape[2]} inputs a slot, "
+            f"{taps} taps and {window} tokens need {taps - 1 + window}"
         )
     resolve(implementation)
     slots, accepted = jnp.asarray(slots), jnp.asarray(accepted)
