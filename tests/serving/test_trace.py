@@ -18,8 +18,8 @@ def test_a_life_with_a_hit_a_preemption_and_an_end() -> None:
     made._scheduler.preempt(request.answers[0])
     made.run_until_idle()
     assert request.trace is not None
-    # One step runs the 6 tokens that are not cached, the next one a window of 2. Preempted with 33 tokens known
-    # it finds the state that the first request left at 32, its answer's last boundary.
+    # One step runs the 6 tokens that are not cached, the next one a window of 2. Preempted with 33 tokens
+    # known it finds the state that the first request left at 32, its answer's last boundary.
     assert [(event.what, event.details) for event in request.trace.events] == [
         ("submitted", {"prompt": 30, "priority": 2}),
         ("admitted", {"row": 0, "hit": 24, "target": 30}),
