@@ -164,9 +164,9 @@ class FakeDevice:
         drawn: list[int] = []
         for offset, token in enumerate(row.window):
             if row.position + offset >= limit or (offset and token != drawn[-1]):
-                # rejected or past the limit: a rejected draft's row is written all the same
-                if row.position + offset < limit:
-                    self._write(self.target, table, (*tokens, token))
+                # rejected or past the limit: rows of rejected drafts are written all the same
+                for rest in range(offset, min(self.window, limit - row.position)):
+                    self._write(self.target, table, (*replayed, *row.window[: rest + 1]))
                 break
             tokens = (*tokens, token)
             self._write(self.target, table, tokens)
