@@ -184,6 +184,7 @@ def run_kda_prefill(
         state,
         cu_seqlens,
         checkpoints=checkpoints,
+        gate_lower_bound=config.gate_lower_bound,
         implementation=implementation,
     )
     cache = _store_states(cache, layer, slots.final, state, history)

@@ -35,15 +35,15 @@ def forward(
     """
     check_tokens(tokens, config)
     check_mask(mask, tokens)
-    return _forward(params, config, tokens, mask, resolve(implementation))
+    return _forward(params, config, tokens, mask, implementation)
 
 
 @partial(jax.jit, static_argnums=(1, 4))
 def _forward(
-    params: Params, config: Config, tokens: jax.Array, mask: jax.Array | None, implementation: str
+    params: Params, config: Config, tokens: jax.Array, mask: jax.Array | None, implementation: str | None
 ) -> jax.Array:
     aligned = align_left(tokens, mask)
-    if implementation == "xla":
+    if resolve(implementation) == "xla":
         hidden, _ = _whole(params, config, aligned)
     else:
         hidden = _through_cache(params, config, aligned, implementation)
@@ -110,7 +110,9 @@ def _whole(
     return rows.split(hidden), states
 
 
-def _through_cache(params: Params, config: Config, aligned: AlignedRows, implementation: str) -> jax.Array:
+def _through_cache(
+    params: Params, config: Config, aligned: AlignedRows, implementation: str | None
+) -> jax.Array:
     """The kernels' path: every row is one prompt chunk over a cache of its own blocks."""
     batch, time = aligned.tokens.shape
     block_size = config.index_kpool * max(1, 64 // config.index_kpool)

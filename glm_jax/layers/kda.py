@@ -58,10 +58,12 @@ def forget_gate(x: jax.Array, A_log: jax.Array, lower_bound: float | None) -> ja
 def split_qkv(convolved: jax.Array, heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Convolved and activated `[..., 3 * heads * dim]` -> q (normalised and scaled), k (normalised), v.
 
-    Each `[..., heads, dim]`, at least float32: the l2 norms are taken after the widening.
+    Each `[..., heads, dim]`; q and k at least float32 (the l2 norms are taken after the widening), v as it
+    came: kernels choose their matrix units by it.
     """
-    q, k, v = jnp.split(at_least_float32(convolved), 3, axis=-1)
-    q, k, v = (part.reshape(*part.shape[:-1], heads, -1) for part in (q, k, v))
+    parts = jnp.split(convolved, 3, axis=-1)
+    q, k, v = (part.reshape(*part.shape[:-1], heads, -1) for part in parts)
+    q, k = at_least_float32(q), at_least_float32(k)
     return l2_normalise(q) * q.shape[-1] ** -0.5, l2_normalise(k), v
 
 
