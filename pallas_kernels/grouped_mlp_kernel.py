@@ -116,20 +116,43 @@ def _run(
     quantized: bool,
     interpret: bool,
 ) -> jax.Array:
-    tokens, k = expert_ids.shape
-    experts, _, inner, dim = gate_up[0].shape
+    hidden, tiles = expert_hidden(
+        plan, x, expert_ids, gate_up, limit=limit, quantized=quantized, interpret=interpret
+    )
+    product = Product(x.shape[1], _dot_dtype(plan, quantized), quantized and hidden[1] is None)
+    out, _ = _expert_product(plan.down, hidden, down, product, tiles=tiles, interpret=interpret)
+    rows = tiles.destinations.reshape(expert_ids.shape)
+    return combine(out, rows, expert_weights, interpret=interpret)
+
+
+def expert_hidden(
+    plan: Plan,
+    x: jax.Array,
+    expert_ids: jax.Array,
+    gate_up: Weight,
+    *,
+    limit: float,
+    quantized: bool,
+    interpret: bool = False,
+) -> tuple[Weight, ExpertTiles]:
+    """Activations of every choice, [tiles * rows, inner] with scales if they are float8, and its layout."""
+    experts, _, inner, _ = gate_up[0].shape
     tiles = expert_tiles(expert_ids.reshape(-1), experts, plan.gate_up.rows)
     early = quantized and plan.gate_up.rows > _SMALL_TILE
-    product = partial(_expert_product, tiles=tiles, interpret=interpret)
-    dot_dtype = jnp.dtype(FLOAT8 if quantized and plan.float8_dots else x.dtype)
-    hidden = product(
-        plan.gate_up,
-        quantize_activations(x) if early else (x, None),
-        gate_up,
-        Product(inner, dot_dtype, quantized and not early, slots=k, limit=limit, quantize_out=early),
+    product = Product(
+        inner,
+        _dot_dtype(plan, quantized),
+        quantized and not early,
+        slots=expert_ids.shape[1],
+        limit=limit,
+        quantize_out=early,
     )
-    out, _ = product(plan.down, hidden, down, Product(dim, dot_dtype, quantized and not early))
-    return combine(out, tiles.destinations.reshape(tokens, k), expert_weights, interpret=interpret)
+    rows = quantize_activations(x) if early else (x, None)
+    return _expert_product(plan.gate_up, rows, gate_up, product, tiles=tiles, interpret=interpret), tiles
+
+
+def _dot_dtype(plan: Plan, quantized: bool) -> jnp.dtype:
+    return jnp.dtype(FLOAT8 if quantized and plan.float8_dots else jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)

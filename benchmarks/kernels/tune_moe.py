@@ -1,0 +1,278 @@
+"""Times tile sizes, warps and stages of the experts, the hyper-connections and sampling.
+
+`python -m benchmarks.kernels.tune_moe [--tiny] [--seconds N]`: every variant is checked against float64.
+`--tiny` rehearses on a CPU. No variant is started after N seconds; one table is printed last.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernels import grouped_mlp, hyper_connection, vocab_sampling
+from benchmarks.kernels.harness import Harness
+from pallas_kernels import float8_blocks, hyper_connection_kernel
+from pallas_kernels.block_scaled_kernel import Plan as MatmulPlan
+from pallas_kernels.block_scaled_kernel import block_scaled_matmul_triton
+from pallas_kernels.expert_tiles import expert_tiles
+from pallas_kernels.grouped_mlp_kernel import Plan as ExpertPlan
+from pallas_kernels.grouped_mlp_kernel import combine
+from pallas_kernels.matmul_tile import Tile
+from pallas_kernels.triton import Launch
+from pallas_kernels.vocab_edge_kernel import Plan as SamplingPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    group: str
+    name: str
+    measure: Callable[[], tuple[float, float]]  # seconds, error
+
+
+SMALL = [
+    ((16, 64, 128, 1, 4, 3), (16, 64, 128, 1, 4, 3)),
+    ((16, 64, 128, 1, 4, 4), (16, 64, 128, 1, 4, 4)),
+    ((16, 32, 128, 1, 4, 4), (16, 32, 128, 1, 4, 5)),
+    ((16, 128, 128, 1, 4, 3), (16, 128, 128, 1, 4, 3)),
+    ((16, 64, 128, 1, 8, 3), (16, 128, 128, 1, 8, 3)),
+    ((16, 32, 128, 1, 2, 4), (16, 64, 128, 1, 2, 4)),
+]
+LARGE = [
+    ((128, 128, 128, 2, 8, 3), (128, 128, 128, 2, 8, 3)),
+    ((64, 128, 128, 4, 4, 3), (64, 128, 128, 4, 4, 3)),
+    ((64, 128, 128, 4, 8, 3), (64, 256, 128, 4, 8, 3)),
+    ((128, 128, 128, 2, 8, 2), (128, 256, 128, 2, 8, 2)),
+    ((128, 128, 64, 2, 8, 4), (128, 128, 64, 2, 8, 4)),
+    ((128, 128, 128, 8, 8, 3), (128, 128, 128, 8, 8, 3)),
+    ((64, 128, 128, 4, 4, 2), (64, 128, 128, 4, 4, 4)),
+]
+
+
+def expert_variants(harness: Harness) -> Iterator[Variant]:
+    """(rows, columns, inner, group, warps, stages) of gate and up, then of down."""
+    yield from _experts(harness, 32, 2048, True, True, SMALL)
+    yield from _experts(harness, 8192, 2048, True, True, LARGE)
+
+
+def other_expert_variants(harness: Harness) -> Iterator[Variant]:
+    """Activations not quantised, bfloat16 weights, an eighth of the experts' width."""
+    wide = [
+        ((128, 128, 64, 2, 8, 3), (128, 256, 64, 2, 8, 3)),
+        ((64, 128, 64, 4, 4, 3), (64, 256, 64, 4, 8, 3)),
+    ]
+    yield from _experts(harness, 32, 2048, True, False, SMALL[:2])
+    yield from _experts(harness, 8192, 2048, False, False, wide)
+    yield from _experts(harness, 32, 2048, False, False, [SMALL[0], ((16, 64, 64, 1, 4, 4),) * 2])
+    yield from _experts(harness, 32, 256, True, True, [SMALL[0], SMALL[2]])
+    yield from _experts(harness, 8192, 256, True, True, LARGE[:2])
+
+
+def _experts(
+    harness: Harness, tokens: int, inner: int, float8: bool, quantized: bool, shapes: list[tuple]
+) -> Iterator[Variant]:
+    large = tokens > 1000
+    group = f"experts {'fp8' if float8 else 'bf16'}{'' if quantized else ' plain x'} {tokens} x {inner}"
+    tokens = harness.size(tokens, 5)
+    arrays = functools.cache(lambda: grouped_mlp.routing(harness, tokens))
+
+    for gate_up_shape, down_shape in shapes:
+        plan = ExpertPlan(
+            *(Tile(*shape[:4], Launch(*shape[4:])) for shape in (gate_up_shape, down_shape)), True
+        )
+
+        def measure(plan: ExpertPlan = plan) -> tuple[float, float]:
+            gate_up, down = grouped_mlp.weights(harness, inner, float8)
+            out = jax.jit(lambda *a: grouped_mlp.run(harness, a[:3], a[3], a[4], quantized, plan))(
+                *arrays(), gate_up, down
+            )
+            error = grouped_mlp.error(out, arrays(), gate_up, down, quantized)
+            return grouped_mlp.seconds(harness, arrays(), gate_up, down, quantized, plan), error
+
+        yield Variant(group, f"{gate_up_shape} {down_shape}", measure)
+        if large:
+
+            def hidden(plan: ExpertPlan = plan) -> tuple[float, float]:
+                gate_up, _ = grouped_mlp.weights(harness, inner, float8)
+                return grouped_mlp.hidden_seconds(harness, arrays(), gate_up, quantized, plan), 0.0
+
+            yield Variant(group, f"{gate_up_shape} gate and up", hidden)
+
+
+def glue_variants(harness: Harness) -> Iterator[Variant]:
+    """What surrounds the products: layout, activation quantisation, combine. Errors are not looked at."""
+    experts = harness.size(288, 6)
+    for tokens, tile in ((32, 16), (8192, 128)):
+        count = harness.size(tokens, 5)
+        arrays = functools.cache(functools.partial(grouped_mlp.routing, harness, count))
+
+        def layout(arrays: Any = arrays, tile: int = tile) -> tuple[float, float]:
+            def step(ids: jax.Array) -> jax.Array:
+                tiles = expert_tiles(ids.reshape(-1), experts, tile)
+                waits = tiles.destinations.max() + tiles.sources.min() + tiles.experts.min()
+                return ids + jnp.minimum(waits, 0) * 0
+
+            return harness.seconds(step, arrays()[1]), 0.0
+
+        def quantize(arrays: Any = arrays) -> tuple[float, float]:
+            def step(x: jax.Array) -> jax.Array:
+                values, scales = float8_blocks.quantize_activations(x)
+                return x + (values[:, :1].astype(x.dtype) + scales[:, :1].astype(x.dtype)) * 0
+
+            return harness.seconds(step, arrays()[0]), 0.0
+
+        def sum_up(arrays: Any = arrays, tile: int = tile) -> tuple[float, float]:
+            x, ids, share = arrays()
+            tiles = jax.jit(lambda ids: expert_tiles(ids.reshape(-1), experts, tile))(ids)
+            out = jnp.ones((tiles.sources.shape[0], x.shape[1]), x.dtype)
+
+            def step(x: jax.Array, out: jax.Array, rows: jax.Array, share: jax.Array) -> jax.Array:
+                return combine(out, rows, share + x[:, :1] * 0, interpret=harness.tiny)
+
+            rows = tiles.destinations.reshape(ids.shape)
+            return harness.seconds(step, x, out, rows, share), 0.0
+
+        for name, function in (("layout", layout), ("quantise x", quantize), ("combine", sum_up)):
+            yield Variant(f"glue {tokens}", name, function)
+
+
+def boundary_variants(harness: Harness) -> Iterator[Variant]:
+    """(tokens, mix channels, mix splits, gate channels, gate splits), (warps, stages) of mix and of gates."""
+    wide = [
+        ((16, 128, 1, 128, 1), (4, 3), (4, 3)),
+        ((16, 128, 1, 256, 1), (4, 2), (4, 4)),
+        ((16, 256, 1, 512, 1), (4, 2), (8, 2)),
+        ((16, 128, 2, 128, 2), (4, 3), (4, 3)),
+        ((32, 128, 1, 128, 1), (8, 2), (8, 3)),
+        ((32, 64, 2, 128, 2), (4, 3), (8, 3)),
+        ((16, 64, 2, 128, 4), (2, 3), (2, 3)),
+    ]
+    narrow = [
+        ((16, 128, 16, 128, 32), (4, 1), (4, 1)),
+        ((16, 128, 32, 128, 32), (4, 1), (2, 1)),
+        ((16, 128, 16, 256, 16), (4, 2), (4, 2)),
+        ((16, 256, 8, 512, 8), (8, 2), (4, 1)),
+        ((16, 128, 8, 128, 8), (4, 3), (2, 3)),
+    ]
+    for tokens, shapes in ((8192, wide), (32, narrow)):
+        count = harness.size(tokens, 5)
+        arrays = functools.cache(functools.partial(hyper_connection.problem, harness, count))
+        for shape, mix, gates in shapes:
+            sizes = (16, 128, 1, 128, 1) if harness.tiny else shape
+            plan = hyper_connection_kernel.Plan(*sizes, Launch(*mix), Launch(*gates))
+
+            def measure(plan: Any = plan, arrays: Any = arrays) -> tuple[float, float]:
+                results = jax.jit(lambda *a: hyper_connection.boundary(harness, a, plan))(*arrays())
+                error = hyper_connection.error(results, arrays())
+                return hyper_connection.seconds(harness, arrays(), plan), error
+
+            yield Variant(f"boundary {tokens}", f"{shape} {mix} {gates}", measure)
+
+
+def sampling_variants(harness: Harness) -> Iterator[Variant]:
+    """(tile, capacity, warps, warps of the last bisection)."""
+    cases = (
+        ("128 top-p", (128, 3.0, 1.0, 0, 0.95), [(4096, 4096, 4, 8), (2048, 4096, 4, 8), (8192, 4096, 8, 8)]),
+        ("128 top-p", (128, 3.0, 1.0, 0, 0.95), [(4096, 2048, 8, 4), (4096, 4096, 4, 16)]),
+        ("128 top-p flat", (128, 1.0, 1.0, 0, 0.95), [(4096, 4096, 4, 8)]),
+        ("128 top-k 50 top-p", (128, 3.0, 0.7, 50, 0.95), [(4096, 4096, 4, 8)]),
+        ("1 top-p", (1, 3.0, 1.0, 0, 0.95), [(4096, 4096, 4, 8), (1024, 2048, 4, 8)]),
+    )
+    for name, case, shapes in cases:
+        rows = harness.size(case[0], 2)
+        arrays = functools.cache(functools.partial(vocab_sampling.problem, harness, rows, *case[1:]))
+        for tile, capacity, warps, settle in shapes:
+            plan = SamplingPlan(tile, capacity, Launch(warps, 1), Launch(settle, 1))
+
+            def measure(plan: SamplingPlan = plan, arrays: Any = arrays) -> tuple[float, float]:
+                tokens = jax.jit(lambda *a: vocab_sampling.draw(harness, a, plan))(*arrays())
+                return vocab_sampling.seconds(harness, arrays(), plan), vocab_sampling.wrong(tokens, arrays())
+
+            yield Variant(f"sampling {name}", f"{(tile, capacity, warps, settle)}", measure)
+
+
+def matmul_variants(harness: Harness) -> Iterator[Variant]:
+    """(rows, columns, inner, group, warps, stages) of the block-scaled matmul, 4096 to 12288."""
+    small = [(16, 32, 128, 1, 4, 4), (32, 32, 128, 1, 4, 4), (32, 64, 128, 1, 4, 4), (32, 32, 128, 1, 2, 5)]
+    large = [
+        (128, 128, 128, 8, 8, 3),
+        (128, 256, 128, 8, 8, 3),
+        (64, 256, 128, 8, 8, 3),
+        (128, 128, 128, 8, 4, 3),
+    ]
+    dim, columns = harness.size(4096, 128), harness.size(12288, 256)
+
+    @functools.cache
+    def weight() -> tuple[jax.Array, jax.Array]:
+        w = jax.random.normal(jax.random.key(0), (columns, dim), jnp.bfloat16) * dim**-0.5
+        return jax.jit(float8_blocks.quantize_blocks)(w)
+
+    for tokens, shapes in ((32, small), (8192, large)):
+        x = jax.random.normal(jax.random.key(1), (harness.size(tokens, 5), dim), jnp.bfloat16)
+        for shape in shapes:
+            plan = MatmulPlan(Tile(*shape[:4], Launch(*shape[4:])), True)
+
+            def measure(plan: MatmulPlan = plan, x: jax.Array = x) -> tuple[float, float]:
+                def run(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
+                    return block_scaled_matmul_triton(
+                        x, values, scales, quantized=True, interpret=harness.tiny, plan=plan
+                    )
+
+                def step(x: jax.Array, *weight: jax.Array) -> jax.Array:
+                    return x + run(x, *weight)[:, :1] * 0
+
+                error = grouped_mlp.matmul_error(jax.jit(run)(x, *weight()), x, *weight())
+                return harness.seconds(step, x, *weight(), repeats=5), error
+
+            yield Variant(f"block-fp8 matmul {tokens}", f"{shape}", measure)
+
+
+SOURCES = {
+    "experts": expert_variants,
+    "boundary": boundary_variants,
+    "sampling": sampling_variants,
+    "glue": glue_variants,
+    "other": other_expert_variants,
+    "matmul": matmul_variants,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sources", nargs="*", metavar="source", help=f"of {', '.join(SOURCES)}; all without")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seconds", type=float, default=150.0)
+    options = parser.parse_args()
+    harness = Harness(tiny=options.tiny)
+    start, lines = time.monotonic(), []
+    for source in options.sources or SOURCES:
+        for variant in SOURCES[source](harness):
+            if time.monotonic() - start > options.seconds:
+                lines.append(f"{variant.group:28} {variant.name:52} not started: out of time")
+                continue
+            try:
+                seconds, error = variant.measure()
+                lines.append(
+                    f"{variant.group:28} {variant.name:52} {seconds * 1e6:10.1f} us  error {error:.2e}"
+                )
+            except Exception as problem:  # a variant that does not compile is a result too
+                lines.append(
+                    f"{variant.group:28} {variant.name:52} {type(problem).__name__}: {str(problem)[:80]!r}"
+                )
+            print(lines[-1], flush=True)
+    print(
+        f"copy {harness.copy_rate / 1e12:.2f} TB/s, bfloat16 {harness.matmul_rate / 1e12:.0f} TFLOP/s, "
+        f"{harness.device}, {time.monotonic() - start:.0f} s"
+    )
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
