@@ -160,7 +160,7 @@ class ChunkTable(NamedTuple):
     row: jax.Array  # [N] row of a chunk, R for an unused one
     start: jax.Array  # [N] its first token on the flat axis
     position: jax.Array  # [N] tokens of the row before it
-    count: jax.Array  # [N] its valid tokens
+    length: jax.Array  # [N] its valid tokens
     token_source: jax.Array  # [T] chunk * C + offset of a token, -1 for padding
 
 
@@ -183,7 +183,7 @@ def chunk_table(cu_seqlens: jax.Array, tokens: int, chunk: int) -> ChunkTable:
         row=row,
         start=cu_seqlens[inside] + position,
         position=position,
-        count=count,
+        length=count,
         token_source=jnp.where(token < cu_seqlens[-1], source, -1),
     )
 
@@ -233,7 +233,7 @@ def prefill(q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, ch
         terms = chunk_terms(*(jnp.moveaxis(x, 2, 1).astype(dtype) for x in arrays))
         return lax.scan(step, carry, (terms, row, position, count))
 
-    chunks = (split(table.row, rows), split(table.start, 0), split(table.position, 0), split(table.count, 0))
+    chunks = (split(table.row, rows), split(table.start, 0), split(table.position, 0), split(table.length, 0))
     (states, snapshots), out = lax.scan(block, (initial_state, snapshots), chunks)
     out = jnp.moveaxis(out, -2, -3).reshape(-1, heads, v.shape[-1])
     out = jnp.where((table.token_source >= 0)[:, None, None], out[jnp.maximum(table.token_source, 0)], 0)
