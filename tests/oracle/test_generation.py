@@ -46,7 +46,7 @@ def test_greedy_tokens_and_drafts(architecture: str, regime: str, tmp_path: Path
     model = glm_jax.load(tmp_path, dtype="float32")
     answers, drafted, accepted = greedy(model, prompts, NEW_TOKENS, DRAFTS)
     if regime == AGREEING:
-        assert min(accepted) == 1 < max(accepted), "some drafts must be refused and some accepted"
+        assert 1 in accepted and max(accepted) > 1, "some drafts must be refused and some accepted"
     reference = Reference(tmp_path)
     drafts = MtpReference(reference, tmp_path)
     clear = total = 0
