@@ -81,4 +81,12 @@ PRESETS = {
         ),
         rate=4e-3,
     ),
+    # From the state of an "h200" run: served length and selection only, problems above all.
+    "touch-up": Preset(
+        shape=Shape(),
+        phases=(_phase(1024, 64, (0.6, 0.2, 0.2), 1.0, sparse=True),),
+        rate=1.5e-3,
+        decay_from=0.3,
+        warmup_steps=30,
+    ),
 }

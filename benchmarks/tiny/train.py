@@ -48,14 +48,17 @@ class Progress:
 class Trainer:
     """Parameters, optimizer state and progress, moved on by `train`."""
 
-    def __init__(self, preset: Preset, out: Path, seed: int, resume: bool):
+    def __init__(self, preset: Preset, out: Path, seed: int, resume: bool, start_from: Path | None):
         self.preset, self.out, self.seed = preset, out, seed
         self.progress = Progress()
         if resume:
             self.params, self.state, saved = load_state(out)
             self.progress = Progress(**{f.name: saved[f.name] for f in dataclasses.fields(Progress)})
         else:
-            self.params: Params = parameters.initialise(preset.shape, seed)
+            fresh = start_from is None
+            self.params: Params = (
+                parameters.initialise(preset.shape, seed) if fresh else load_state(start_from)[0]
+            )
             self.state: OptimizerState = optimizer.initialise(self.params)
         self._rng = np.random.default_rng((seed, self.progress.step))
         self._recall = 0.0
@@ -147,6 +150,7 @@ def main() -> None:
     parser.add_argument("--log-every", type=float, default=5.0, help="seconds")
     parser.add_argument("--save-every", type=float, default=120.0, help="seconds")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--start-from", type=Path, default=None, help="parameters of another run's folder")
     args = parser.parse_args()
     if math.isinf(min(args.steps, args.seconds)):
         parser.error("give --steps, --seconds or both: nothing else ends a run")
@@ -161,7 +165,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(
         args.workers, initialise_worker, (tokenizer_json,)
     ) as pool:
-        trainer = Trainer(preset, args.out, args.seed, args.resume)
+        trainer = Trainer(preset, args.out, args.seed, args.resume, args.start_from)
         print(f"{parameters.count(preset.shape)} parameters, {jax.devices()[0].device_kind}", flush=True)
         deadline = begun + args.seconds
         trainer.train(pool, args.workers, args.steps, deadline, args.log_every, args.save_every)

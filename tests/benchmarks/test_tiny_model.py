@@ -1,4 +1,4 @@
-"""The training forward against `glm_jax` on an exported checkpoint: two implementations that share no code."""
+"""The training forward against `glm_jax` on an exported checkpoint: two forwards that share no code."""
 
 import dataclasses
 from pathlib import Path
