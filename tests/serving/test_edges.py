@@ -357,3 +357,41 @@ def test_the_end_token_at_once() -> None:
         assert (request.token_ids, request.finish_reason) == ([EOS], "stop")
         assert made.stats()["generation_tokens"] == 1
         assert_idle(made)
+
+
+def test_salted_prompts_share_with_their_own_salt_alone() -> None:
+    made, _ = made_for(0, False)
+    prompt = list(range(20))
+    hits = []
+    for salt in ("", "a", "a", "b", ""):
+        request = made.submit(prompt, GREEDY, cache_salt=salt)
+        run(made)
+        hits.append(request.cached_tokens["device"])
+    assert hits == [0, 0, 16, 0, 16]
+
+
+def test_every_prompt_token_is_computed_or_hit() -> None:
+    """The counts add up: tokens asked = tokens run + tokens from the cache, without preemptions."""
+    made, _ = made_for(3, True, max_num_batched_tokens=40)
+    prompts = [list(range(n)) for n in (5, 30, 30, 31, 9)]
+    for prompt in prompts:
+        made.submit(prompt, GREEDY)
+        run(made)
+    stats = made.stats()
+    asked = sum(map(len, prompts))
+    assert stats["prefix_cache_queries"] == asked
+    assert stats["prompt_tokens"] + stats["prefix_cache_hits"] == asked
+    assert stats["prefix_cache_hits"] == 24 + 24  # nothing kept a state at 8
+    assert stats["generation_tokens"] == 5 * len(prompts)
+
+
+def test_aborted_answers_take_no_more_steps() -> None:
+    """What an abort frees is free at once, also where the answer's last boundary was not committed yet."""
+    for steps in range(1, 12):
+        made, device = made_for(1, False)
+        request = made.submit(list(range(7)), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        for _ in range(steps):
+            made.step()
+        before = device.steps
+        made.abort(request)
+        assert not made.has_work and device.steps == before
