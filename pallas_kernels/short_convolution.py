@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import short_convolution_kernel
 from pallas_kernels.dispatch import resolve
 from pallas_kernels.kda_reference import drop_negative
 
@@ -132,7 +133,13 @@ def short_convolution_decode(
             f"state holds {state.shape[2]} inputs a slot, "
             f"{taps} taps and {window} tokens need {taps - 1 + window}"
         )
-    resolve(implementation)
+    chosen = resolve(implementation, supported=short_convolution_kernel.supported(x.shape[2]))
+    if chosen != "xla":
+        unused = jnp.full(x.shape[0], -1, jnp.int32)
+        marks = (unused, unused) if publish_after is None else (publish_after, publish_slots)
+        return short_convolution_kernel.decode(
+            x, weight, state, layer, slots, accepted, *marks, interpret=chosen == "interpret"
+        )
     slots, accepted = jnp.asarray(slots), jnp.asarray(accepted)
     real = slots >= 0
     stored = jnp.where(real[:, None, None], state[layer, jnp.maximum(slots, 0)], 0)
