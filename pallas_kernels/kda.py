@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import kda_decode_kernel, kda_prefill_kernel, kda_reference, triton
+from pallas_kernels import kda_decode_kernel, kda_decode_reference, kda_prefill_kernel, kda_reference, triton
 from pallas_kernels.dispatch import resolve
 
 
@@ -73,10 +73,10 @@ def kda_chunked(
         valid = (jnp.arange(time) < lengths[:, None])[..., None]
         k, v, log_decay = (jnp.where(valid[..., None], x, 0) for x in (k, v, log_decay))
         q, beta = jnp.where(valid[..., None], q, 0), jnp.where(valid, beta, 0)
-    flat = (x.reshape(batch * time, *x.shape[2:]) for x in (q, k, v, log_decay, beta))
+    flat = [x.reshape(batch * time, *x.shape[2:]) for x in (q, k, v, log_decay, beta)]
     cu_seqlens = jnp.arange(batch + 1, dtype=jnp.int32) * time
     unmarked = jnp.full((batch, 0), -1, jnp.int32)
-    out, states, _ = _prefill_kernel(*flat, initial_state, cu_seqlens, unmarked, chosen)
+    out, states, _ = _prefill_kernel((*flat, initial_state, cu_seqlens, unmarked), chosen)
     return out.reshape(v.shape), states
 
 
@@ -117,24 +117,15 @@ def kda_prefill(
     if chosen == "xla":
         out, states, snapshots = kda_reference.prefill(*arguments, chunk)
     else:
-        out, states, snapshots = _prefill_kernel(*arguments, chosen)
+        out, states, snapshots = _prefill_kernel(arguments, chosen)
     return (out, states) if checkpoints is None else (out, states, snapshots)
 
 
-def _prefill_kernel(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    initial_state: jax.Array,
-    cu_seqlens: jax.Array,
-    checkpoints: jax.Array,
-    chosen: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    arguments = (q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints)
+def _prefill_kernel(arguments: tuple[jax.Array, ...], chosen: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The prefill kernel on kda_prefill's positional arguments and checkpoints."""
+    (tokens, heads), rows = arguments[4].shape, arguments[5].shape[0]
     cuda, rocm = (
-        kda_prefill_kernel.choose(config, q.shape[0], initial_state.shape[0], q.shape[1])
+        kda_prefill_kernel.choose(config, tokens, rows, heads)
         for config in (kda_prefill_kernel.CUDA, kda_prefill_kernel.ROCM)
     )
     return _run_kernel(kda_prefill_kernel.prefill, arguments, chosen, cuda=cuda, rocm=rocm)
@@ -148,7 +139,7 @@ def _run_kernel(
         return kernel(*arguments, config=cuda, interpret=True)
     leaves, structure = jax.tree.flatten(arguments)
 
-    def run(config, *operands):
+    def run(config: Any, *operands: jax.Array) -> Any:
         return kernel(*jax.tree.unflatten(structure, operands), config=config)
 
     return triton.per_platform(run, *leaves, cuda=cuda, rocm=rocm)
@@ -195,13 +186,14 @@ def kda_decode(
         )
     if (publish_after is None) != (publish_slots is None):
         raise ValueError("publish_after and publish_slots go together")
-    stacked = (records.k, records.v, records.log_decay, records.beta)
-    arguments = (q, k, v, log_decay, beta, state, layer, slots, stacked, record_slots, accepted)
-    arguments += (publish_after, publish_slots)
+    stacked: tuple[jax.Array, ...] = (records.k, records.v, records.log_decay, records.beta)
+    inputs = (q, k, v, log_decay, beta)
+    marks = (publish_after, publish_slots)
+    arguments = (*inputs, state, layer, slots, stacked, record_slots, accepted, *marks)
     chosen = resolve(implementation, supported=kda_decode_kernel.supported(q, v, state))
     if chosen == "xla":
-        out, state, stacked = kda_reference.decode(*arguments)
+        out, state, stacked = kda_decode_reference.decode(*arguments)
     else:
-        platforms = {"cuda": kda_decode_kernel.CUDA, "rocm": kda_decode_kernel.ROCM}
-        out, state, stacked = _run_kernel(kda_decode_kernel.decode, arguments, chosen, **platforms)
+        cuda, rocm = kda_decode_kernel.CUDA, kda_decode_kernel.ROCM
+        out, state, stacked = _run_kernel(kda_decode_kernel.decode, arguments, chosen, cuda=cuda, rocm=rocm)
     return out, state, KdaRecords(*stacked)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,9 @@ def supported(q: jax.Array, v: jax.Array, state: jax.Array) -> bool:
     return state.dtype == jnp.float32 and all(dim >= 16 and dim & (dim - 1) == 0 for dim in dims)
 
 
-def _advance(state, k, v, log_decay, beta):
+def _advance(
+    state: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array
+) -> jax.Array:
     """The state [K, columns] after one token, and nothing rounded on the way."""
     k = k.astype(jnp.float32)
     state = state * jnp.exp(log_decay.astype(jnp.float32))[:, None]
@@ -46,59 +50,76 @@ def _advance(state, k, v, log_decay, beta):
     return state + k[:, None] * (beta.astype(jnp.float32) * (v.astype(jnp.float32) - known))[None, :]
 
 
-def _write_records(input_refs, record_refs, layer, record, row, head, window):
+def _write_records(
+    input_refs: Sequence[Any], record_refs: Sequence[Any], at: tuple[jax.Array, ...], window: int
+) -> None:
+    layer, record, row, head = at
+
     @pl.loop(0, window)
-    def _(step):
+    def write(step: jax.Array) -> None:
         for ref, kept in zip(input_refs, record_refs, strict=True):
             kept[layer, record, step, head] = ref[row, step, head].astype(kept.dtype)
 
 
 def _kernel(
-    layer_ref, slot_ref, record_slot_ref, accepted_ref, publish_after_ref, publish_slot_ref,
-    q_ref, k_ref, v_ref, decay_ref, beta_ref, *refs, columns, tiles, barrier,
-):  # fmt: skip
+    layer_ref: Any,
+    slot_ref: Any,
+    record_slot_ref: Any,
+    accepted_ref: Any,
+    publish_after_ref: Any,
+    publish_slot_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    decay_ref: Any,
+    beta_ref: Any,
+    *refs: Any,
+    columns: int,
+    tiles: int,
+    barrier: Callable[[], None] | None,
+) -> None:
     # The stacked arrays are aliased to outputs; only the output references are used.
     out_ref, state_ref, *record_refs = refs[len(refs) - 6 :]
     row, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     layer, slot = layer_ref[0], slot_ref[row]
     window = q_ref.shape[1]
 
-    def tile_columns(tile):
+    def tile_columns(tile: int | jax.Array) -> Any:
         return pl.ds((split * tiles + tile) * columns, columns)
 
     @pl.when(slot >= 0)
-    def _():
+    def run_row() -> None:
         record, accepted = record_slot_ref[row], accepted_ref[row]
         publish_after, publish_slot = publish_after_ref[row], publish_slot_ref[row]
         kept_k, kept_v, kept_decay, kept_beta = record_refs
 
-        def recorded(step, span):
+        def recorded(step: int | jax.Array, span: Any) -> tuple[jax.Array, ...]:
             at = (layer, record, jnp.minimum(step, window - 1), head)
             return kept_k[at], kept_v[(*at, span)], kept_decay[at], kept_beta[at]
 
-        def incoming(step, span):
+        def incoming(step: int | jax.Array, span: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
             # Rounded as the records will hold it: running a token and replaying it are one computation.
             at = (row, jnp.minimum(step, window - 1), head)
             token = k_ref[at], v_ref[(*at, span)], decay_ref[at], beta_ref[at]
             return tuple(x.astype(kept.dtype) for x, kept in zip(token, record_refs, strict=True)), q_ref[at]
 
-        def walk(tile, state):
+        def walk(tile: jax.Array, state: jax.Array) -> jax.Array:
             span = tile_columns(tile)
             following = state_ref[layer, slot, head, :, tile_columns(jnp.minimum(tile + 1, tiles - 1))]
 
             # Each token is loaded one step before its use.
-            def replay(step, carry):
+            def replay(step: jax.Array, carry: Any) -> Any:
                 state, token = carry
                 ahead = recorded(step + 1, span)
                 state = _advance(state, *token)
 
                 @pl.when((step + 1 == publish_after) & (publish_slot >= 0))
-                def _():
+                def publish() -> None:
                     state_ref[layer, publish_slot, head, :, span] = state
 
                 return state, ahead
 
-            def run(step, carry):
+            def run(step: jax.Array, carry: Any) -> Any:
                 state, (token, q) = carry
                 ahead = incoming(step + 1, span)
                 state = _advance(state, *token)
@@ -110,7 +131,7 @@ def _kernel(
             state, _ = lax.fori_loop(0, accepted, replay, (state, recorded(0, span)))
 
             @pl.when(accepted > 0)
-            def _():
+            def commit() -> None:
                 state_ref[layer, slot, head, :, span] = state
 
             lax.fori_loop(0, window, run, (state, first))
@@ -119,39 +140,54 @@ def _kernel(
         lax.fori_loop(0, tiles, walk, state_ref[layer, slot, head, :, tile_columns(0)])
         if barrier is not None:
             barrier()  # every thread has read the old records before any thread overwrites them
-            _write_records((k_ref, v_ref, decay_ref, beta_ref), record_refs, layer, record, row, head, window)
+            at = (layer, record, row, head)
+            _write_records((k_ref, v_ref, decay_ref, beta_ref), record_refs, at, window)
 
     @pl.when(slot < 0)
-    def _():
+    def pad() -> None:
         @pl.loop(0, window)
-        def _(step):
+        def zero(step: jax.Array) -> None:
             for tile in range(tiles):
                 out_ref[row, step, head, tile_columns(tile)] = jnp.zeros(columns, out_ref.dtype)
 
 
-def _record_kernel(layer_ref, slot_ref, record_slot_ref, k_ref, v_ref, decay_ref, beta_ref, *refs):
+def _record_kernel(layer_ref: Any, slot_ref: Any, record_slot_ref: Any, *refs: Any) -> None:
     row, head = pl.program_id(0), pl.program_id(1)
 
     @pl.when(slot_ref[row] >= 0)
-    def _():
-        inputs, kept = (k_ref, v_ref, decay_ref, beta_ref), refs[len(refs) - 4 :]
-        _write_records(inputs, kept, layer_ref[0], record_slot_ref[row], row, head, k_ref.shape[1])
+    def write() -> None:
+        at = (layer_ref[0], record_slot_ref[row], row, head)
+        _write_records(refs[:4], refs[len(refs) - 4 :], at, refs[0].shape[1])
 
 
 def decode(
-    q, k, v, log_decay, beta, state, layer, slots, records, record_slots, accepted,
-    publish_after, publish_slots, *, config, interpret=False,
-):  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    layer: int | jax.Array,
+    slots: jax.Array,
+    records: Sequence[jax.Array],
+    record_slots: jax.Array,
+    accepted: jax.Array,
+    publish_after: jax.Array | None,
+    publish_slots: jax.Array | None,
+    *,
+    config: DecodeConfig,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """The kernel's `kda.kda_decode`; records are a tuple (k, v, log_decay, beta)."""
     rows, _, heads = beta.shape
     columns = min(config.columns, v.shape[-1] // config.splits)
     launch = Launch(config.num_warps, num_stages=1)
     unused = jnp.full(rows, -1, jnp.int32)
     marks = (unused, unused) if publish_after is None else (publish_after, publish_slots)
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    arguments = [layer, slots, record_slots, accepted, *marks, q, k, v, log_decay, beta, state, *records]
+    first = jnp.asarray(layer, jnp.int32).reshape(1)
+    arguments = [first, slots, record_slots, accepted, *marks, q, k, v, log_decay, beta, state, *records]
 
-    def shapes(*arrays):
+    def shapes(*arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
     in_kernel = config.splits == 1
@@ -181,5 +217,5 @@ def decode(
             input_output_aliases={7 + i: i for i in range(4)},
             interpret=interpret,
             name="kda_decode_records",
-        )(layer, slots, record_slots, k, v, log_decay, beta, *records)
+        )(first, slots, record_slots, k, v, log_decay, beta, *records)
     return out, state, tuple(records)

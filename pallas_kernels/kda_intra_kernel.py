@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,31 +43,45 @@ def _exp(x: jax.Array, shift: float = 0.0) -> jax.Array:
 
 
 def _intra_kernel(
-    start_ref, count_ref, q_ref, k_ref, v_ref, decay_ref, beta_ref,
-    values_ref, weights_ref, queries_ref, keys_ref, scores_ref, total_ref, *, size, precision,
-):  # fmt: skip
+    start_ref: Any,
+    length_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    decay_ref: Any,
+    beta_ref: Any,
+    values_ref: Any,
+    weights_ref: Any,
+    queries_ref: Any,
+    keys_ref: Any,
+    scores_ref: Any,
+    total_ref: Any,
+    *,
+    size: int,
+    precision: str,
+) -> None:
     """One chunk of one head: everything of the chunk form that does not need the state."""
     blocks = size // SUB_BLOCK
     chunk, head = pl.program_id(0), pl.program_id(1)
     key_dim = q_ref.shape[-1]
-    count = count_ref[chunk]
+    length = length_ref[chunk]
     dot = functools.partial(triton.dot, precision=precision)
     operand = weights_ref.dtype
 
-    @pl.when(count > 0)
-    def _():
+    @pl.when(length > 0)
+    def run() -> None:
         rows = jnp.arange(size)
         tokens = (start_ref[chunk] + rows)[:, None]
-        valid = rows[:, None] < count
+        valid = rows[:, None] < length
 
-        def tile(ref):
+        def tile(ref: Any) -> jax.Array:
             index = ref.at[tokens, head, jnp.arange(ref.shape[-1])[None, :]]
             return triton.load(index, mask=valid, other=0.0)
 
-        def expand(x):  # [blocks, K] -> [C, K]
+        def expand(x: jax.Array) -> jax.Array:  # [blocks, K] -> [C, K]
             return jnp.broadcast_to(x[:, None, :], (blocks, SUB_BLOCK, key_dim)).reshape(size, key_dim)
 
-        beta = triton.load(beta_ref.at[start_ref[chunk] + rows, head], mask=rows < count, other=0.0)
+        beta = triton.load(beta_ref.at[start_ref[chunk] + rows, head], mask=rows < length, other=0.0)
         beta = beta.astype(jnp.float32)
         log_decay = tile(decay_ref).astype(jnp.float32).reshape(blocks, SUB_BLOCK, key_dim)
         sums = jnp.sum(log_decay, axis=1)

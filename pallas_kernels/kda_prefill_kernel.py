@@ -55,7 +55,19 @@ def supported(q: jax.Array, v: jax.Array, gate_lower_bound: float | None) -> boo
     )
 
 
-def prefill(q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, *, config, interpret=False):
+def prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    cu_seqlens: jax.Array,
+    checkpoints: jax.Array,
+    *,
+    config: PrefillConfig,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The kernels' `kda.kda_prefill`: out, final states and snapshots [R, M, H, K, V] (M may be 0)."""
     wide = v.dtype == jnp.float32
     precision = "ieee" if wide else config.precision

@@ -18,7 +18,7 @@ Everything accumulates in at least float32 and in float64 for float64 inputs.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +58,18 @@ def token_step(
     return state + k[..., None] * update[..., None, :]
 
 
-def recurrent(q, k, v, log_decay, beta, initial_state):
+def recurrent(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Token by token: q, k, log_decay [batch, time, H, K], v [batch, time, H, V], beta [batch, time, H]."""
     dtype = accumulation_dtype(q, k, v, log_decay, beta, initial_state)
 
-    def step(state, token):
+    def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q_t, k_t, v_t, g_t, beta_t = token
         state = token_step(state, k_t, v_t, g_t, beta_t)
         return state, einsum("...kv,...k->...v", state, q_t)
@@ -72,7 +79,9 @@ def recurrent(q, k, v, log_decay, beta, initial_state):
     return jnp.moveaxis(out, 0, 1).astype(v.dtype), state
 
 
-def chunk_terms(q, k, v, log_decay, beta) -> ChunkTerms:
+def chunk_terms(
+    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array
+) -> ChunkTerms:
     """Token-parallel part of a chunk: q, k, log_decay [..., C, K], v [..., C, V], beta [..., C]."""
     size = k.shape[-2]
     # A decay below the square of the dtype's epsilon forgets everything; bounding it keeps the prefix sums,
@@ -117,35 +126,43 @@ def state_after(state: jax.Array, terms: ChunkTerms, update: jax.Array, count: j
     return state * jnp.exp(last)[..., None] + einsum("...ck,...cv->...kv", keys, update)
 
 
-def _mask(valid: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def mask_tokens(valid: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Zero the tokens that are not valid; `valid` covers the leading axes of each array."""
     return tuple(jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x, 0) for x in arrays)
 
 
-def chunked(q, k, v, log_decay, beta, initial_state, lengths, chunk):
+def chunked(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    lengths: jax.Array | None,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array]:
     """Rectangular chunk form, parallel over the batch, serial over time; see `kda.kda_chunked`."""
     batch, time, heads = beta.shape
     dtype = accumulation_dtype(q, k, v, log_decay, beta, initial_state)
-    arrays = (q, k, v, log_decay, beta)
+    arrays: tuple[jax.Array, ...] = (q, k, v, log_decay, beta)
     if lengths is not None:
-        arrays = _mask(jnp.arange(time)[None, :] < lengths[:, None], *arrays)
+        arrays = mask_tokens(jnp.arange(time)[None, :] < lengths[:, None], *arrays)
     blocks = max(1, -(-time // (chunk * _CHUNKS_PER_BLOCK)))
     per_block = max(1, -(-time // (chunk * blocks)))
     padding = blocks * per_block * chunk - time
 
-    def split(
-        x,
-    ):  # [batch, time, H, ...] -> [blocks, chunks, batch, H, C, ...]; padding has decay 1 and beta 0
+    # [batch, time, H, ...] -> [blocks, chunks, batch, H, C, ...]; the padding has decay 1 and beta 0.
+    def split(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         x = x.reshape(batch, blocks, per_block, chunk, *x.shape[2:])
         return jnp.moveaxis(x, (1, 2, 0, 4, 3), (0, 1, 2, 3, 4))
 
-    def step(state, terms):
+    def step(state: jax.Array, terms: ChunkTerms) -> tuple[jax.Array, jax.Array]:
         out, update = chunk_output(state, terms)
         return state_after(state, terms, update, chunk), out
 
     @jax.checkpoint  # a training step keeps one state a block and recomputes the rest
-    def block(state, tokens):
+    def block(state: jax.Array, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         return lax.scan(step, state, chunk_terms(*(x.astype(dtype) for x in tokens)))
 
     state, out = lax.scan(block, initial_state.astype(dtype), tuple(split(x) for x in arrays))
@@ -188,7 +205,17 @@ def chunk_table(cu_seqlens: jax.Array, tokens: int, chunk: int) -> ChunkTable:
     )
 
 
-def prefill(q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, chunk):
+def prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    cu_seqlens: jax.Array,
+    checkpoints: jax.Array,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Ragged chunk form: serial over the chunks of all rows; see `kda.kda_prefill`. M may be 0."""
     tokens, heads = beta.shape
     rows = initial_state.shape[0]
@@ -201,10 +228,10 @@ def prefill(q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, ch
     per_block = min(_CHUNKS_PER_BLOCK, table.row.shape[0])
     padding = -table.row.shape[0] % per_block
 
-    def split(x, fill):
+    def split(x: jax.Array, fill: int) -> jax.Array:
         return jnp.pad(x, (0, padding), constant_values=fill).reshape(-1, per_block)
 
-    def step(carry, scanned):
+    def step(carry: tuple[jax.Array, jax.Array], scanned: Any) -> Any:
         states, snapshots = carry
         terms, row, position, count = scanned
         inside = jnp.minimum(row, rows - 1)
@@ -214,7 +241,7 @@ def prefill(q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, ch
         wanted = checkpoints[inside] - position  # tokens of this chunk before each checkpoint
         hit = (row < rows) & (wanted > 0) & (wanted <= count)
 
-        def snapshot(snapshots):
+        def snapshot(snapshots: jax.Array) -> jax.Array:
             taken = jax.vmap(lambda n: state_after(state, terms, update, n))(jnp.clip(wanted, 1, chunk))
             kept = snapshots[inside]
             return snapshots.at[inside].set(jnp.where(hit[:, None, None, None], taken, kept))
@@ -224,12 +251,12 @@ def prefill(q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, ch
         return (states, snapshots), out
 
     @jax.checkpoint
-    def block(carry, chunks):
+    def block(carry: tuple[jax.Array, jax.Array], chunks: tuple[jax.Array, ...]) -> Any:
         row, start, position, count = chunks
         offsets = jnp.arange(chunk)
         index = jnp.minimum(start[:, None] + offsets, tokens - 1)
         valid = offsets < count[:, None]
-        arrays = _mask(valid, *(x[index] for x in (q, k, v, log_decay, beta)))
+        arrays = mask_tokens(valid, *(x[index] for x in (q, k, v, log_decay, beta)))
         terms = chunk_terms(*(jnp.moveaxis(x, 2, 1).astype(dtype) for x in arrays))
         return lax.scan(step, carry, (terms, row, position, count))
 
@@ -238,67 +265,3 @@ def prefill(q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints, ch
     out = jnp.moveaxis(out, -2, -3).reshape(-1, heads, v.shape[-1])
     out = jnp.where((table.token_source >= 0)[:, None, None], out[jnp.maximum(table.token_source, 0)], 0)
     return out.astype(v.dtype), states, snapshots
-
-
-def drop_negative(index: jax.Array, size: int) -> jax.Array:
-    """Negative ids become `size`, which a scatter with mode="drop" drops (a plain -1 would wrap around)."""
-    return jnp.where(index < 0, size, index)
-
-
-def decode(
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
-    state,
-    layer,
-    slots,
-    records,
-    record_slots,
-    accepted,
-    publish_after,
-    publish_slots,
-):
-    """Replay, publish and run one window; see `kda.kda_decode`. Records are (k, v, log_decay, beta)."""
-    dtype = accumulation_dtype(state)
-    rows, window = beta.shape[:2]
-    slots, record_slots, accepted = (jnp.asarray(x) for x in (slots, record_slots, accepted))
-    real = slots >= 0
-    window_tokens = tuple(
-        x.astype(record.dtype) for x, record in zip((k, v, log_decay, beta), records, strict=True)
-    )
-
-    def read(stacked, index):
-        present = (index >= 0).reshape((rows,) + (1,) * (stacked.ndim - 2))
-        return jnp.where(present, stacked[layer, jnp.maximum(index, 0)], 0).astype(dtype)
-
-    def replay(carry, scanned):
-        current, published = carry
-        position, token = scanned
-        following = token_step(current, *token)
-        keep = real & (position < accepted)
-        current = jnp.where(keep[:, None, None, None], following, current)
-        if publish_after is not None:
-            reached = keep & (position + 1 == publish_after)
-            published = jnp.where(reached[:, None, None, None], current, published)
-        return (current, published), None
-
-    recorded = tuple(jnp.moveaxis(read(record, record_slots), 1, 0) for record in records)
-    committed = read(state, slots)
-    (committed, published), _ = lax.scan(replay, (committed, committed), (jnp.arange(window), recorded))
-    state = state.at[layer, drop_negative(slots, state.shape[1])].set(
-        committed.astype(state.dtype), mode="drop"
-    )
-    if publish_after is not None:
-        target = jnp.where(real & (publish_after > 0) & (publish_after <= accepted), publish_slots, -1)
-        state = state.at[layer, drop_negative(target, state.shape[1])].set(
-            published.astype(state.dtype), mode="drop"
-        )
-    masked = _mask(real, q, *window_tokens)
-    out, _ = recurrent(*(x.astype(dtype) for x in masked), committed)
-    target = drop_negative(jnp.where(real, record_slots, -1), records[0].shape[1])
-    records = tuple(
-        record.at[layer, target].set(x, mode="drop") for record, x in zip(records, window_tokens, strict=True)
-    )
-    return out.astype(v.dtype), state, records

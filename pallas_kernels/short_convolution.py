@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import short_convolution_kernel
 from pallas_kernels.dispatch import resolve
-from pallas_kernels.kda_reference import drop_negative
+from pallas_kernels.kda_decode_reference import drop_negative
 
 
 def _weighted(taps: list[jax.Array], weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -86,7 +86,7 @@ def short_convolution_ragged(
         shifted.append(jnp.where((position >= back)[:, None], current, jnp.where(real, before, 0)))
     y = jnp.where(real, _weighted(shifted, weight, x.dtype), 0)
 
-    def history(count):  # [R, n] tokens into each row -> [R, n, taps - 1, C]
+    def history(count: jax.Array) -> jax.Array:  # [R, n] tokens into each row -> [R, n, taps - 1, C]
         offset = count[..., None] + jnp.arange(1 - taps, 0)
         inside = x[jnp.clip(cu_seqlens[:-1, None, None] + offset, 0, tokens - 1)]
         before = jnp.clip(offset + taps - 1, 0, max(taps - 2, 0))
@@ -136,22 +136,29 @@ def short_convolution_decode(
     chosen = resolve(implementation, supported=short_convolution_kernel.supported(x.shape[2]))
     if chosen != "xla":
         unused = jnp.full(x.shape[0], -1, jnp.int32)
-        marks = (unused, unused) if publish_after is None else (publish_after, publish_slots)
         return short_convolution_kernel.decode(
-            x, weight, state, layer, slots, accepted, *marks, interpret=chosen == "interpret"
+            x,
+            weight,
+            state,
+            layer,
+            slots,
+            accepted,
+            unused if publish_after is None else publish_after,
+            unused if publish_slots is None else publish_slots,
+            interpret=chosen == "interpret",
         )
     slots, accepted = jnp.asarray(slots), jnp.asarray(accepted)
     real = slots >= 0
     stored = jnp.where(real[:, None, None], state[layer, jnp.maximum(slots, 0)], 0)
     x = jnp.where(real[:, None, None], x, 0)
 
-    def history(count):
+    def history(count: jax.Array) -> jax.Array:
         return jnp.take_along_axis(stored, (count[:, None] + jnp.arange(taps - 1))[..., None], axis=1)
 
     full = jnp.concatenate([history(jnp.clip(accepted, 0, window)), x.astype(state.dtype)], axis=1)
     y = _weighted([full[:, j : j + window] for j in range(taps)], weight, x.dtype)
     state = state.at[layer, drop_negative(slots, state.shape[1])].set(full, mode="drop")
-    if publish_after is not None:
+    if publish_after is not None and publish_slots is not None:
         kept = history(jnp.clip(publish_after, 0, window))
         published = jnp.pad(kept, ((0, 0), (0, window), (0, 0)))
         target = jnp.where(real & (publish_after > 0) & (publish_after <= accepted), publish_slots, -1)

@@ -21,6 +21,10 @@ HEADS, KEY, VALUE = 2, 8, 16
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 
+KDA_RECURRENT, KDA_PREFILL, KDA_DECODE = jax.jit(kda_recurrent), jax.jit(kda_prefill), jax.jit(kda_decode)
+KDA_CHUNKED = jax.jit(kda_chunked, static_argnames="chunk")
+
+
 def assert_close(actual, expected):
     assert actual.dtype == jnp.float64
     np.testing.assert_allclose(actual, expected, **TOLERANCE)
@@ -34,7 +38,7 @@ def states(rng, *lead):
 def test_recurrent_and_chunked_equal_the_numpy_recurrence(gates):
     rng = np.random.default_rng(0)
     x, initial = kda_oracle.tokens(rng, (2, 83), gates=gates), states(rng, 2)
-    for form in (kda_recurrent, jax.jit(kda_chunked)):
+    for form in (KDA_RECURRENT, KDA_CHUNKED):
         out, final = form(*x, initial)
         for row in range(2):
             expected, expected_state = kda_oracle.recurrence(*(a[row] for a in x), initial[row])
@@ -47,7 +51,7 @@ def test_chunked_equals_recurrent_at_every_edge_of_chunk_and_block(chunk):
     rng = np.random.default_rng(chunk)
     lengths = np.array([0, 1, 15, 16, 17, 255, 256, 257, 300], np.int32)
     x, initial = kda_oracle.tokens(rng, (len(lengths), 300)), states(rng, len(lengths))
-    out, final = jax.jit(kda_chunked, static_argnames="chunk")(*x, initial, lengths=lengths, chunk=chunk)
+    out, final = KDA_CHUNKED(*x, initial, lengths=lengths, chunk=chunk)
     for row, length in enumerate(lengths):
         expected, expected_state = kda_oracle.recurrence(*(a[row, :length] for a in x), initial[row])
         assert_close(out[row, :length], expected)
@@ -58,7 +62,7 @@ def test_chunked_equals_recurrent_at_every_edge_of_chunk_and_block(chunk):
 def test_chunked_stays_exact_over_thousands_of_tokens(gates):
     rng = np.random.default_rng(1)
     x, initial = kda_oracle.tokens(rng, (1, 4096), gates=gates), states(rng, 1)
-    for actual, expected in zip(kda_chunked(*x, initial), jax.jit(kda_recurrent)(*x, initial), strict=True):
+    for actual, expected in zip(KDA_CHUNKED(*x, initial), KDA_RECURRENT(*x, initial), strict=True):
         assert_close(actual, expected)
 
 
@@ -68,7 +72,7 @@ def test_chunked_ignores_tokens_past_the_lengths():
     x, initial = kda_oracle.tokens(rng, (4, 40)), states(rng, 4)
     valid = np.arange(40) < lengths[:, None]
     poisoned = [np.where(valid.reshape(4, 40, *(1,) * (a.ndim - 2)), a, np.nan) for a in x]
-    run = jax.jit(kda_chunked)
+    run = KDA_CHUNKED
     clean, soiled = run(*x, initial, lengths=lengths), run(*poisoned, initial, lengths=lengths)
     assert np.isfinite(soiled[0]).all()
     np.testing.assert_array_equal(np.where(valid[..., None, None], clean[0] - soiled[0], 0), 0)
@@ -106,7 +110,7 @@ def ragged(seed, gates="random"):
 @pytest.mark.parametrize("gates", kda_oracle.GATES)
 def test_prefill_equals_the_numpy_recurrence_of_every_row(gates):
     x, initial = ragged(4, gates)
-    out, final = jax.jit(kda_prefill)(*x, initial, CU_SEQLENS)
+    out, final = KDA_PREFILL(*x, initial, CU_SEQLENS)
     assert np.isfinite(out).all()
     for row, (start, stop) in enumerate(itertools.pairwise(CU_SEQLENS)):
         expected, expected_state = kda_oracle.recurrence(*(a[start:stop] for a in x), initial[row])
@@ -119,8 +123,8 @@ def test_prefill_checkpoints_at_every_token_count():
     counts = np.full((len(CU_SEQLENS) - 1, 64), -1, np.int32)
     for row, length in enumerate(np.diff(CU_SEQLENS)):
         counts[row, :length] = np.random.default_rng(row).permutation(length) + 1
-    out, final, taken = jax.jit(kda_prefill)(*x, initial, CU_SEQLENS, checkpoints=counts)
-    plain_out, plain_final = jax.jit(kda_prefill)(*x, initial, CU_SEQLENS)
+    out, final, taken = KDA_PREFILL(*x, initial, CU_SEQLENS, checkpoints=counts)
+    plain_out, plain_final = KDA_PREFILL(*x, initial, CU_SEQLENS)
     np.testing.assert_array_equal(out, plain_out)
     np.testing.assert_array_equal(final, plain_final)
     for row, start in enumerate(CU_SEQLENS[:-1]):
@@ -135,7 +139,7 @@ def test_prefill_checkpoints_at_every_token_count():
 def test_prefill_of_nothing_returns_the_initial_states():
     rng = np.random.default_rng(6)
     x, initial = kda_oracle.tokens(rng, (24,)), states(rng, 2)
-    run = jax.jit(kda_prefill)
+    run = KDA_PREFILL
     out, final = run(*x, initial, np.zeros(3, np.int32))
     np.testing.assert_array_equal(final, initial)
     np.testing.assert_array_equal(out, 0)
@@ -150,10 +154,10 @@ def test_later_tokens_never_change_earlier_outputs(changed):
     other = [a.copy() for a in x]
     for a, fresh in zip(other, kda_oracle.tokens(rng, (PADDED,)), strict=True):
         a[changed : CU_SEQLENS[-1]] = fresh[changed : CU_SEQLENS[-1]]
-    run = jax.jit(kda_prefill)
+    run = KDA_PREFILL
     first, second = (run(*y, initial, CU_SEQLENS)[0] for y in (x, other))
     np.testing.assert_array_equal(first[:changed], second[:changed])
-    batched = jax.jit(kda_chunked)
+    batched = KDA_CHUNKED
     first, second = (batched(*(a[None, :112] for a in y), initial[:1])[0] for y in (x, other))
     np.testing.assert_array_equal(first[:, :changed], second[:, :changed])
 
@@ -191,7 +195,7 @@ def test_decode_replays_commits_publishes_and_touches_nothing_else(window, layer
     x = kda_oracle.tokens(rng, (len(slots), window))
     for a in x:
         a[1] = np.nan
-    out, state, records = jax.jit(kda_decode)(
+    out, state, records = KDA_DECODE(
         *x,
         pool.state,
         layer,
@@ -237,7 +241,7 @@ def test_decode_windows_of_any_width_walk_the_same_sequence():
         state, records = pool.state.at[0, 0].set(initial[0]), KdaRecords(*pool.records)
         accepted = np.zeros(1, np.int32)
         outputs = []
-        run = jax.jit(kda_decode)
+        run = KDA_DECODE
         for start in range(0, time, window):
             out, state, records = run(
                 *(a[:, start : start + window] for a in x),
@@ -263,10 +267,10 @@ def test_rejected_tokens_leave_no_trace():
     following = kda_oracle.tokens(rng, (1, 4))
     results = []
     for first in (good, mixed):
-        _, state, records = kda_decode(
+        _, state, records = KDA_DECODE(
             *first, pool.state, 1, row_slot, KdaRecords(*pool.records), request, zero
         )
-        results.append(kda_decode(*following, state, 1, row_slot, records, request, zero + 2)[:2])
+        results.append(KDA_DECODE(*following, state, 1, row_slot, records, request, zero + 2)[:2])
     for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(a, b)
 

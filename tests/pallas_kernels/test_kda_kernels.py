@@ -8,6 +8,7 @@ product, as every published chunk kernel does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tests.pallas_kernels import kda_oracle
 HEADS, KEY, VALUE = 2, 16, 32
 GATES = ("random", "saturated", "weak")
 CU_SEQLENS = np.array([0, 0, 1, 16, 32, 49, 49, 150], np.int32)  # lengths 0, 1, 15, 16, 17, 0, 101
+SMALL = dataclasses.replace(kda_prefill_kernel.CUDA, columns=16)
 ROWS, TOKENS = len(CU_SEQLENS) - 1, 160
 CHECKPOINTS = np.array(
     [[-1, -1, -1], [1, -1, -1], [-1, 15, 3], [16, 16, 8], [17, -1, 16], [-1, -1, -1], [101, 64, 70]], np.int32
@@ -37,6 +39,17 @@ def states(seed, *lead):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(*lead, HEADS, KEY, VALUE)), jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def prefill_kernel(*arguments, config):
+    return kda_prefill_kernel.prefill(*arguments, config=config, interpret=True)
+
+
+@jax.jit
+def prefill_reference(*arguments):
+    *arguments, checkpoints = arguments
+    return kda_prefill(*arguments, checkpoints=checkpoints, implementation="xla")
+
+
 def assert_near(actual, expected, dtype):
     actual, expected = (np.asarray(a, np.float32) for a in (actual, expected))
     tolerance = 2e-5 if dtype == jnp.float32 else 2e-2
@@ -47,13 +60,11 @@ def assert_near(actual, expected, dtype):
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize(("chunk", "segments"), [(16, 1), (32, 1), (32, 3)])
 def test_prefill_kernel_equals_the_reference(chunk, segments, gates, dtype):
-    config = dataclasses.replace(kda_prefill_kernel.CUDA, chunk=chunk, columns=16, segments=segments)
+    config = dataclasses.replace(SMALL, chunk=chunk, segments=segments)
     x, initial = inputs(1, (TOKENS,), gates, dtype), states(2, ROWS)
     poisoned = [a.at[CU_SEQLENS[-1] :].set(jnp.nan) for a in x]
-    expected = jax.jit(kda_prefill)(*x, initial, CU_SEQLENS, checkpoints=CHECKPOINTS)
-    actual = jax.jit(lambda *a: kda_prefill_kernel.prefill(*a, config=config, interpret=True))(
-        *poisoned, initial, jnp.asarray(CU_SEQLENS), jnp.asarray(CHECKPOINTS)
-    )
+    expected = prefill_reference(*x, initial, CU_SEQLENS, CHECKPOINTS)
+    actual = prefill_kernel(*poisoned, initial, CU_SEQLENS, CHECKPOINTS, config=config)
     for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         assert_near(a, b, dtype)
@@ -66,11 +77,9 @@ def test_prefill_kernel_equals_the_reference(chunk, segments, gates, dtype):
 def test_prefill_kernel_of_64_token_chunks_equals_the_reference():
     config = dataclasses.replace(kda_prefill_kernel.CUDA, chunk=64, columns=32)
     x, initial = inputs(1, (TOKENS,)), states(2, ROWS)
-    expected = jax.jit(kda_prefill)(*x, initial, CU_SEQLENS)
-    actual = jax.jit(lambda *a: kda_prefill_kernel.prefill(*a, config=config, interpret=True))(
-        *x, initial, jnp.asarray(CU_SEQLENS), jnp.full((ROWS, 0), -1)
-    )
-    for a, b in zip(actual, expected, strict=False):
+    expected = prefill_reference(*x, initial, CU_SEQLENS, CHECKPOINTS)
+    actual = prefill_kernel(*x, initial, CU_SEQLENS, CHECKPOINTS, config=config)
+    for a, b in zip(actual, expected, strict=True):
         assert_near(a, b, jnp.float32)
 
 
@@ -79,10 +88,18 @@ def test_prefill_kernel_keeps_earlier_outputs_bit_equal_when_later_tokens_change
     x, initial = inputs(3, (TOKENS,)), states(4, ROWS)
     other = inputs(5, (TOKENS,))
     mixed = [a.at[changed:].set(b[changed:]) for a, b in zip(x, other, strict=True)]
-    run = jax.jit(
-        lambda *a: kda_prefill(*a, initial, CU_SEQLENS, gate_lower_bound=-5.0, implementation="interpret")[0]
+    first, second = (
+        prefill_kernel(*y, initial, CU_SEQLENS, CHECKPOINTS, config=SMALL)[0] for y in (x, mixed)
     )
-    np.testing.assert_array_equal(run(*x)[:changed], run(*mixed)[:changed])
+    np.testing.assert_array_equal(first[:changed], second[:changed])
+
+
+def test_prefill_through_the_public_op_equals_the_reference():
+    x, initial = inputs(3, (TOKENS,)), states(4, ROWS)
+    expected = prefill_reference(*x, initial, CU_SEQLENS, CHECKPOINTS)
+    out, final = kda_prefill(*x, initial, CU_SEQLENS, gate_lower_bound=-5.0, implementation="interpret")
+    assert_near(out, expected[0], jnp.float32)
+    assert_near(final, expected[1], jnp.float32)
 
 
 def test_prefill_takes_the_kernel_only_with_a_promised_gate():
