@@ -38,13 +38,16 @@ def supported(q: jax.Array, pooled: jax.Array, k: int) -> bool:
 
 
 def choose_tiles(tokens: int, heads: int, pools: int, rows: int) -> Tiles:
-    """Few tokens a row (decode): a narrow tile and many shares; else as many tokens as fill 256 columns."""
+    """Few tokens a row (decode): a narrow tile and many shares; else as many tokens as fill 128 columns.
+
+    8192 queries x 2048 pools x 32 heads with selection on an H200: 294 us so, 309 with 256 columns, 8 warps.
+    """
     decode = tokens <= 8 * rows
-    tile = max(1, (64 if decode else 256) // heads)
+    tile = max(1, (64 if decode else 128) // heads)
     width = 64
     programs = -(-tokens // tile)
     shares = max(1, min(512 // max(1, programs), -(-pools // width)))
-    return Tiles(tile, width, shares, triton.Launch(num_warps=4 if decode else 8, num_stages=2))
+    return Tiles(tile, width, shares, triton.Launch(num_warps=4, num_stages=2))
 
 
 def select_paged(

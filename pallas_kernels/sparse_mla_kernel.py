@@ -54,16 +54,20 @@ def choose_tiles(tokens: int, heads: int, width: int, *, rocm: bool) -> Tiles:
     """Tiles for a problem; with few queries, the number of splits that ends soonest.
 
     AMD: 64 heads x 16 keys is the largest tile without spills on gfx942 with either kind of latents, and
-    its scratch is that chip's 64 KiB. NVIDIA: 64 heads x 32 keys leaves room for three tiles of latents in
-    flight.
+    its scratch is that chip's 64 KiB. NVIDIA, measured on an H200: many queries do best with 64 keys and two
+    stages (2048 queries x 64 heads 2.83 ms, 32 keys and three stages 2.94; 8192 x 8 heads 4.09 and 4.48), few
+    with 32 keys and three (32 queries x 64 heads 58 us in 4 splits, x 8 heads 26 in 8), a single query with
+    32 heads a program (10.3 us in 32 splits, 14.7 with 64 heads).
     """
-    block = heads if heads < 16 else next(size for size in (64, 32, 16) if heads % size == 0 or size == 16)
+    sizes = (32, 16) if not rocm and tokens <= 2 else (64, 32, 16)
+    block = heads if heads < 16 else next(size for size in sizes if heads % size == 0 or size == 16)
+    many = tokens * -(-heads // block) >= 1024
     if rocm:
         keys, launch, processors = (16 if block == 64 else 32), triton.Launch(num_warps=4, num_stages=1), 256
-    elif block == 64:
-        keys, launch, processors = 32, triton.Launch(num_warps=8, num_stages=3), 132
     else:
-        keys, launch, processors = 32, triton.Launch(num_warps=4, num_stages=3), 264
+        warps, processors = (8, 132) if block == 64 else (4, 264)
+        keys = 64 if many else 32
+        launch = triton.Launch(num_warps=warps, num_stages=2 if many else 3)
     programs = tokens * -(-heads // block)
     start_up = 4  # what starting a program and adding up a split costs, in tiles of keys
 

@@ -49,7 +49,8 @@ class Harness:
         @jax.jit
         def chain(carry: Any, *constants: Any) -> Any:
             for _ in range(repeats):
-                carry = step(carry, *constants)
+                # the barrier keeps XLA from fusing repeats: ten doublings of an array became one pass
+                carry = jax.lax.optimization_barrier(step(carry, *constants))
             return carry
 
         run = chain.lower(carry, *constants).compile()
