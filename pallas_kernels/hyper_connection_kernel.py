@@ -49,7 +49,7 @@ def cuda_plan(tokens: int, dim: int) -> Plan:
 def rocm_plan(tokens: int, dim: int) -> Plan:
     """Tiles for AMD."""
     mix_splits, gate_splits = _splits(tokens, dim)
-    return Plan(16, 128, mix_splits, 128, gate_splits, triton.Launch(4, 1), triton.Launch(4, 1))
+    return Plan(16, 64, mix_splits, 128, gate_splits, triton.Launch(4, 1), triton.Launch(4, 1))
 
 
 def _splits(tokens: int, dim: int) -> tuple[int, int]:

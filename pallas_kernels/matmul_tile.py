@@ -53,7 +53,7 @@ def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     wide = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=1)
     scales = jnp.where(largest > 0, largest * INVERSE_MAX, 1.0)
-    return (wide / scales[:, None]).astype(FLOAT8), scales
+    return (wide * (1 / scales)[:, None]).astype(FLOAT8), scales
 
 
 def tile_product(
