@@ -89,7 +89,8 @@ def test_lengths_are_exact_inside_a_window(drafts: int, ahead: bool) -> None:
 def test_the_context_ends_inside_a_window(drafts: int, ahead: bool) -> None:
     """PITFALLS B39: seven tokens of room, drafts that would reach past it."""
     for length in (1, 8, 9, 24, 25):
-        made, _ = made_for(drafts, ahead, max_model_len=length + 7, num_gpu_blocks_override=8)
+        blocks = -(-(length + 7) // 8)  # as many as the request can ever need
+        made, _ = made_for(drafts, ahead, max_model_len=length + 7, num_gpu_blocks_override=blocks)
         prompt = list(range(length))
         request = made.submit(prompt, SamplingParams(temperature=0, max_tokens=None, logprobs=2))
         run(made)
@@ -98,6 +99,7 @@ def test_the_context_ends_inside_a_window(drafts: int, ahead: bool) -> None:
         assert [entry.logprob for entry in request.logprobs] == [
             logprob_of(token, length - 1 + i) for i, token in enumerate(request.token_ids)
         ]
+        assert made.stats()["preemptions"] == 0
         assert_idle(made)
 
 
