@@ -106,7 +106,9 @@ def greedy(
         windows = np.asarray(cache.rows.tokens)
         for row, answer in enumerate(answers):
             answer += tokens[row, : counts[row]].tolist()
-            drafted[row].append(Drafted(prompts[row] + answer, windows[row, 1:].tolist()))
+            # A row that ran ahead of the others stops at the cache's end, and so do its drafts.
+            if counts[row] > 0 and lengths[row] + len(answer) + drafts <= longest:
+                drafted[row].append(Drafted(prompts[row] + answer, windows[row, 1:].tolist()))
         if min(map(len, answers)) >= new_tokens:
             return [answer[:new_tokens] for answer in answers], drafted, accepted
         out, cache = _decode(params, config, cache, batch)

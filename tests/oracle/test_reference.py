@@ -61,7 +61,7 @@ def test_the_ties_regime_has_ties_that_matter(tmp_path: Path) -> None:
     assert relative_difference(highest, lowest) > 1e-2
 
 
-@pytest.mark.parametrize("architecture", ["pool16", "groups"])
+@pytest.mark.parametrize("architecture", ["pool16", "softplus"])
 def test_every_weight_moves_the_logits(architecture: str, tmp_path: Path) -> None:
     """Scrambling any one tensor shows at a hundred times the tolerance: no part of a case is idle."""
     case = Case(architecture, "plain", (TIME,) * ROWS)
