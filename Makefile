@@ -14,7 +14,7 @@ help:
 	@echo "make demo         set up, serve the shipped checkpoint over HTTP, ask one chat, print the answer"
 	@echo "make serve        set up, serve MODEL=$(MODEL) until interrupted (ARGS='--port 8000 ...')"
 	@echo "make test         set up, run the tests (float64 ones in a process of their own)"
-	@echo "make fuzz         the engine's random lives in float64, LIVES=$(LIVES) of them"
+	@echo "make fuzz         the engine's random lives, over a fake device and LIVES=$(LIVES) in float64"
 	@echo "make oracle       set up torch and transformers, write the fixtures of the tests"
 	@echo "make oracle-test  compare with transformers on fresh random models"
 	@echo "make amd          compile the kernels for AMD GPUs (needs no GPU)"
@@ -51,6 +51,7 @@ test: $(VENV)/.installed-test
 	JAX_ENABLE_X64=1 $(VENV)/bin/python $(PYTEST) tests/float64
 
 fuzz: $(VENV)/.installed-test
+	GLM_JAX_FUZZ_LIVES=5000 $(VENV)/bin/python $(PYTEST) tests/serving/test_engine_fuzz.py
 	JAX_ENABLE_X64=1 GLM_JAX_FUZZ_LIVES=$(LIVES) $(VENV)/bin/python $(PYTEST) tests/float64/test_engine.py
 
 oracle: $(VENV_ORACLE)/.installed-oracle
