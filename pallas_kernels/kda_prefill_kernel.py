@@ -21,15 +21,26 @@ class PrefillConfig:
     columns: int  # value columns of one program of the state kernel
     intra: Launch
     state: Launch
-    precision: str  # of the dots of float32 operands when the inputs are bfloat16
+    precision: str  # of the token-parallel kernel's float32 dots when the inputs are bfloat16
+    exact: str  # of dots that keep float32: float32 inputs, and the maps that join segments
     segments: int = 1  # parts of a row whose states run in parallel, joined by their affine maps
 
 
 CUDA = PrefillConfig(
-    chunk=32, columns=64, intra=Launch(4, 1), state=Launch(4, num_stages=2), precision="tf32"
+    chunk=32,
+    columns=64,
+    intra=Launch(4, num_stages=1),
+    state=Launch(4, num_stages=2),
+    precision="tf32",
+    exact="tf32x3",
 )
 ROCM = PrefillConfig(
-    chunk=32, columns=64, intra=Launch(4, 1), state=Launch(4, num_stages=1), precision="ieee"
+    chunk=32,
+    columns=64,
+    intra=Launch(4, num_stages=1),
+    state=Launch(4, num_stages=1),
+    precision="ieee",
+    exact="ieee",
 )
 
 
@@ -69,8 +80,8 @@ def prefill(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The kernels' `kda.kda_prefill`: out, final states and snapshots [R, M, H, K, V] (M may be 0)."""
-    wide = v.dtype == jnp.float32
-    precision = "ieee" if wide else config.precision
+    exact = "ieee" if interpret else config.exact  # the interpreter's dots are float32 as they are
+    precision = exact if v.dtype == jnp.float32 else config.precision
     plan = chunk_plan(cu_seqlens, checkpoints, q.shape[0], config.chunk)
     terms = intra(
         plan, q, k, v, log_decay, beta,
@@ -79,7 +90,7 @@ def prefill(
     out, states, snapshots = scan_states(
         plan, initial_state, terms, v,
         chunk=config.chunk, width=min(config.columns, v.shape[2]), segments=config.segments,
-        launch=config.state, interpret=interpret,
+        precision=exact, launch=config.state, interpret=interpret,
     )  # fmt: skip
     real = jnp.arange(q.shape[0]) < cu_seqlens[-1]
     # Nothing wrote the padding; this fuses with what reads the output.

@@ -22,6 +22,9 @@ from pallas_kernels import triton
 from pallas_kernels.kda_chunk_plan import SKIP, ZERO, ChunkPlan, sequence_plan
 from pallas_kernels.triton import Launch
 
+# The joining kernel holds a whole [K, K] map in registers, 64 a thread.
+JOIN_CUDA, JOIN_ROCM = Launch(num_warps=8, num_stages=1), Launch(num_warps=4, num_stages=1)
+
 
 def _advance(
     state: jax.Array,
@@ -161,6 +164,7 @@ def scan_states(
     chunk: int,
     width: int,
     segments: int,
+    precision: str,
     launch: Launch,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -174,22 +178,24 @@ def scan_states(
     initial = initial_state
     if segments > 1:
         maps = triton.pallas_call(
-            functools.partial(_segment_kernel, width=width, precision="ieee"),
+            functools.partial(_segment_kernel, width=width, precision=precision),
             out_shape=jax.ShapeDtypeStruct((count, heads, value_dim + key_dim, key_dim), jnp.float32),
             grid=(count, heads, (value_dim + key_dim) // width),
             name="kda_prefill_segment",
             **launches,
         )(sequences.bounds[:, :: marks + 1], values, *terms)
         initial = triton.pallas_call(
-            functools.partial(_join_kernel, width=width, segments=segments, precision="ieee"),
+            functools.partial(_join_kernel, width=width, segments=segments, precision=precision),
             out_shape=jax.ShapeDtypeStruct((count, heads, value_dim, key_dim), jnp.float32),
             grid=(rows, heads, value_dim // width),
             name="kda_prefill_join",
-            **launches,
+            cuda=JOIN_CUDA,
+            rocm=JOIN_ROCM,
+            interpret=interpret,
         )(initial_state, maps)
     out, states, snapshots = triton.pallas_call(
         functools.partial(
-            _state_kernel, size=chunk, width=width, marks=marks, carried=segments > 1, precision="ieee"
+            _state_kernel, size=chunk, width=width, marks=marks, carried=segments > 1, precision=precision
         ),
         out_shape=[
             jax.ShapeDtypeStruct(v.shape, v.dtype),

@@ -122,6 +122,7 @@ def time_state(
             chunk=chunk,
             width=min(columns, DIM),
             segments=segments,
+            precision="ieee" if TINY else "tf32x3",
             launch=Launch(warps, stages),
             interpret=TINY,
         )[1]
@@ -132,7 +133,7 @@ def time_state(
 def config(chunk=32, columns=64, intra_warps=4, warps=4, stages=2, precision="tf32", segments=1):
     return kda_prefill_kernel.PrefillConfig(
         chunk=chunk, columns=min(columns, DIM), intra=Launch(intra_warps, 1), state=Launch(warps, stages),
-        precision=precision, segments=segments,
+        precision=precision, exact="tf32x3", segments=segments,
     )  # fmt: skip
 
 
