@@ -89,7 +89,7 @@ class Bench:
         if busy:
             overhead = (wall * STEPS / busy - 1) * 100
             self.add(f"decode overhead over kernels, {rows} rows, {drafts} drafts", overhead, "%", target=15)
-            for name, seconds in by_name.most_common(12):
+            for name, seconds in by_name.most_common(24):
                 print(f"  {seconds / STEPS * 1e3:8.3f} ms  {name[:100]}")
         return wall * 1e3
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.engine.device_time import kernel_seconds
 from benchmarks.engine.model import cut_config, random_model
 from glm_jax import teacher_forcing
 from glm_jax.rows import align_left
@@ -60,6 +61,10 @@ def main() -> None:
         got = triton(params, tokens)
     jax.block_until_ready(got)
     print(f"kernels: {(time.perf_counter() - begin) / 5 * 1e3:.2f} ms for {tokens.size} tokens")
+    busy, by_name = kernel_seconds(lambda: jax.block_until_ready(triton(params, tokens)))
+    print(f"busy {busy * 1e3:.2f} ms")
+    for name, seconds in by_name.most_common(25):
+        print(f"  {seconds * 1e3:8.3f} ms  {name[:110]}")
 
 
 if __name__ == "__main__":
