@@ -19,7 +19,6 @@ from serving.engine import Engine
 from serving.engine_config import EngineConfig
 from serving.plan import Plan
 from tests.pallas_kernels import kda_oracle, sparse_oracles
-from tests.random_models import random_params, small_config
 from tests.serving.cache_audit import audit, published_boundaries
 from tests.serving.fake_device import FakeDevice, answer_to
 from tests.serving.test_edges import made_for, run
@@ -208,14 +207,6 @@ def test_b26_saturated_gates_in_float32(chunk: int, gates: str) -> None:
     for actual, wanted in ((out[0], expected), (final[0], state)):
         assert np.isfinite(np.asarray(actual)).all()
         assert np.abs(np.asarray(actual) - wanted).max() < 1e-3 * np.abs(wanted).max()
-
-
-def test_b28_shared_indexers_have_no_weights_of_their_own() -> None:
-    config = small_config()
-    assert config.indexer_kinds.count("shared") == 1
-    for kind, layer in zip(config.indexer_kinds, random_params(config).layers, strict=True):
-        if kind is not None:
-            assert (getattr(layer.attention, "indexer", None) is not None) == (kind == "full")
 
 
 def test_b30_long_contexts_are_scored_whole() -> None:
