@@ -12,7 +12,6 @@ from pallas_kernels import triton
 from pallas_kernels.float8_blocks import BLOCK, FLOAT8, quantize_activations
 from pallas_kernels.matmul_tile import (
     Tile,
-    addressable,
     load_scale,
     multiplies_float8,
     quantize_rows,
@@ -39,7 +38,6 @@ def supports(x: jax.Array, values: jax.Array) -> bool:
         and values.dtype == FLOAT8
         and columns % BLOCK == 0
         and channels % BLOCK == 0
-        and addressable(values)
     )
 
 

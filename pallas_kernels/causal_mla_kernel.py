@@ -55,7 +55,6 @@ def causal_mla(
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """The kernel behind `pallas_kernels.causal_mla.causal_mla`, which gives the shapes."""
-    sparse_mla_kernel.check_offsets(latents)
     arrays: tuple[jax.Array, ...] = (
         jnp.asarray(layer, jnp.int32).reshape(1),
         q,

@@ -18,7 +18,6 @@ from pallas_kernels.expert_tiles import ExpertTiles, expert_tiles
 from pallas_kernels.float8_blocks import BLOCK, FLOAT8, quantize_activations
 from pallas_kernels.matmul_tile import (
     Tile,
-    addressable,
     load_scale,
     multiplies_float8,
     quantize_rows,
@@ -50,8 +49,6 @@ def supports(x: jax.Array, gate_up: Weight, down: Weight) -> bool:
         and dtypes in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(FLOAT8)})
         and dim % BLOCK == 0
         and inner % BLOCK == 0
-        and addressable(gate_up[0])
-        and addressable(down[0])
     )
 
 

@@ -14,10 +14,6 @@ import jax.numpy as jnp
 from pallas_kernels import triton
 from pallas_kernels.float8_blocks import BLOCK, FLOAT8, INVERSE_MAX
 
-# Pallas-Triton computes element offsets as signed 32-bit integers for arrays of up to 2**32 bytes.
-_LARGEST_OFFSET = 2**31
-_WIDE_OFFSET_BYTES = 2**32
-
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -35,11 +31,6 @@ def multiplies_float8() -> bool:
     """Whether the default device multiplies float8_e4m3fn. CDNA 3 (gfx942) does not: there the same exact
     products are made of bfloat16 operands."""
     return not str(getattr(jax.devices()[0], "compute_capability", "")).startswith("gfx94")
-
-
-def addressable(array: jax.Array) -> bool:
-    """Whether a kernel reaches every element of the array; float8 arrays of 2 to 4 GiB wrap around."""
-    return array.size <= _LARGEST_OFFSET or array.size * array.dtype.itemsize > _WIDE_OFFSET_BYTES
 
 
 def tile_of_program(program: jax.Array, column_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:

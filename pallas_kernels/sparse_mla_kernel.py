@@ -40,16 +40,6 @@ def supported(q: jax.Array, latents: jax.Array) -> bool:
     return power_of_two and dim >= GROUP and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def check_offsets(latents: jax.Array) -> None:
-    """Offsets are int32 up to 4 GiB, and signed: in one-byte arrays beyond 2 GiB they would wrap."""
-    size = latents.size * latents.dtype.itemsize
-    if latents.dtype.itemsize == 1 and 2**31 < size <= 2**32:
-        raise ValueError(
-            f"one-byte latents of {size} bytes: Pallas-Triton's offsets wrap between 2**31 and 2**32 bytes; "
-            "allocate fewer or more blocks"
-        )
-
-
 def choose_tiles(tokens: int, heads: int, width: int, *, rocm: bool) -> Tiles:
     """Tiles for a problem; with few queries, the number of splits that ends soonest.
 
@@ -91,7 +81,6 @@ def sparse_mla(
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """The kernel behind `pallas_kernels.sparse_mla.sparse_mla`, which gives the shapes."""
-    check_offsets(latents)
     run = functools.partial(_run, scale=scale, interpret=interpret)
     arrays: tuple[jax.Array, ...] = (q, latents, indices, jnp.asarray(layer, jnp.int32).reshape(1))
     arrays += () if latent_scales is None else (latent_scales,)

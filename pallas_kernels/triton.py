@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 BlockSpec = pl.BlockSpec
 cdiv = pl.cdiv
@@ -69,6 +71,31 @@ def per_platform(function: Callable[..., Any], *args: jax.Array, cuda: Any, rocm
     )
 
 
+# Pallas-Triton computes element offsets as signed 32-bit integers for arrays of up to 2**32 bytes, as 64-bit
+# ones above: in a one-byte array of 2 to 4 GiB they would wrap around.
+_LARGEST_OFFSET = 2**31
+_WIDE_OFFSET_BYTES = 2**32
+
+_declare_rows = Primitive("declare_rows")
+_declare_rows.def_abstract_eval(
+    lambda array, *, rows: jax.core.ShapedArray((rows, *array.shape[1:]), array.dtype)
+)
+mlir.register_lowering(_declare_rows, lambda _, array, *, rows: [array])
+
+
+def wide_offsets(array: jax.Array, largest: int = _LARGEST_OFFSET) -> jax.Array:
+    """The same buffer, declared with enough leading rows for 64-bit offsets if 32-bit ones would wrap.
+
+    For an operand of a compiled kernel only: the declared rows past the array's own do not exist. The shape
+    a kernel sees decides its offsets' width; the leading dimension is in no stride, so nothing else changes.
+    `largest` is the first offset that wraps.
+    """
+    size = array.size * array.dtype.itemsize
+    if array.size <= largest or size > _WIDE_OFFSET_BYTES:
+        return array
+    return _declare_rows.bind(array, rows=array.shape[0] * (_WIDE_OFFSET_BYTES // size + 1))
+
+
 def pallas_call(
     kernel: Callable[..., None],
     *,
@@ -109,6 +136,11 @@ def pallas_call(
         return build(cuda)
 
     def call(*args: jax.Array) -> Any:
-        return per_platform(lambda launch, *operands: build(launch)(*operands), *args, cuda=cuda, rocm=rocm)
+        def launched(launch: Launch, *operands: jax.Array) -> Any:
+            return build(launch)(*map(wide_offsets, operands))
+
+        # A declared operand exists inside a compiled program only.
+        run = jax.jit(launched, static_argnums=0, inline=True)
+        return per_platform(run, *args, cuda=cuda, rocm=rocm)
 
     return call

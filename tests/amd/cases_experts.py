@@ -27,11 +27,9 @@ def experts(tokens: int, inner: int, float8: bool, quantized: bool, chip: str) -
     plan = grouped_mlp_kernel.rocm_plan(tokens * SLOTS, EXPERTS, inner, float8)
     plan = dataclasses.replace(plan, float8_dots=CHIPS[chip])
     dtype = jnp.float8_e4m3fn if float8 else jnp.bfloat16
-    # The number of experts changes no code, and fewer keep the arrays within 32-bit offsets.
-    count = 36
     blocks = (DIM // 128, inner // 128)
-    gate_up = struct((count, 2, inner, DIM), dtype), struct((count, 2, blocks[1], blocks[0]))
-    down = struct((count, DIM, inner), dtype), struct((count, *blocks))
+    gate_up = struct((EXPERTS, 2, inner, DIM), dtype), struct((EXPERTS, 2, blocks[1], blocks[0]))
+    down = struct((EXPERTS, DIM, inner), dtype), struct((EXPERTS, *blocks))
     function = functools.partial(
         grouped_mlp_kernel.grouped_mlp_triton, limit=10.0, quantize_activations=quantized, plan=plan
     )
