@@ -156,7 +156,7 @@ def check(case: Case) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
-    header = "| case | kernel | chip | waves | VGPRs | spills | LDS bytes | MFMA | |\n|---|---|---|---|---|---|---|---|---|"
+    header = "| case | kernel | chip | waves | VGPRs | spills | LDS bytes | MFMA | |\n" + "|---" * 9 + "|"
     lines = [
         f"| {r.case} | {r.kernel} | {r.chip} | {r.warps} | {r.registers} | {r.spills} | {r.lds} | {r.mfma} "
         f"| {'; '.join(r.faults) or 'ok'} |"

@@ -1,4 +1,4 @@
-"""Every shipped kernel configuration compiles for gfx950 and gfx942: no spills, matrix units used, LDS fits."""
+"""Every shipped kernel configuration compiles for gfx950 and gfx942 as the gate demands."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ def test_case(case, record_rows):
 
 
 def test_the_gate_sees_spills():
-    """A kernel that holds far more values than there are registers must be reported."""
+    """A tile of 256 registers a lane, of which two live at once with their product, must be reported."""
 
     def kernel(x_ref, out_ref):
         tile = x_ref[...]
-        total = tile
-        for i in range(1, 5):  # products need both operands whole, so nothing can be streamed
-            total = triton.dot(total, tile + i, trans_b=True)
-        out_ref[...] = total + tile
+        out_ref[...] = triton.dot(tile, tile) * tile + jnp.exp(tile).T
 
     def function(x):
-        shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
         launch = triton.Launch(num_warps=1, num_stages=1)
-        call = triton.pallas_call(kernel, out_shape=shape, grid=(1,), cuda=launch, rocm=launch, name="greedy")
-        return call(x)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return triton.pallas_call(
+            kernel, out_shape=shape, grid=(1,), cuda=launch, rocm=launch, name="greedy"
+        )(x)
 
-    case = gate.Case("greedy", function, (jax.ShapeDtypeStruct((256, 256), jnp.float32),), chips=("gfx950",))
+    case = gate.Case("greedy", function, (jax.ShapeDtypeStruct((128, 128), jnp.float32),), chips=("gfx950",))
     assert any("spills" in fault for row in gate.check(case) for fault in row.faults)
