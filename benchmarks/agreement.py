@@ -84,6 +84,7 @@ class Agreement:
                 max_num_batched_tokens=self.context if alone else max(256, seqs * (drafts + 1)),
                 # room for every problem at once, so that a second pass can hit
                 num_gpu_blocks_override=max(seqs, len(self.cases)) * self.context // 64,
+                num_state_slots_override=3 * seqs + 4 * len(self.cases),
                 enable_prefix_caching=caching,
                 async_scheduling=not alone,
                 speculative_config={"method": "mtp", "num_speculative_tokens": drafts} if drafts else None,

@@ -16,8 +16,9 @@ from serving.engine_config import EngineConfig
 # default context is short, because the reference operations read a request's whole block table at every step.
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CONTEXT = 4096
-# Beyond what running answers own: one cached snapshot for this many tokens of cache blocks. Prompts leave a
-# regular snapshot every 2,048 tokens and two or three special ones each.
+# Beyond what running answers own: one cached snapshot for this many tokens of cache blocks, and one for each
+# of max_num_seqs at least, since a prompt of any length needs one to be hit. Prompts leave a regular snapshot
+# every 2,048 tokens and two or three special ones each.
 TOKENS_PER_SNAPSHOT = 1024
 
 
@@ -52,9 +53,11 @@ class MemoryPlan:
 def plan_memory(params: Params, config: Config, engine: EngineConfig) -> MemoryPlan:
     """Splits what weights leave free between blocks and state slots.
 
-    Enough for `max_num_seqs` answers of full length, or as much as memory allows. Raises ValueError if a
-    limit exceeds the model's, if the model cannot do what is asked, or if one answer of full length does not
-    fit.
+    With prefix caching on a device that states its memory: all of it, since what running answers do not need
+    keeps prefixes. Else enough for `max_num_seqs` answers of full length, or as much as fits.
+
+    Raises ValueError if a limit exceeds the model's, if the model cannot do what is asked, or if one answer
+    of full length does not fit.
     """
     limit = _free_bytes(params, engine.gpu_memory_utilization)
     longest = config.max_position_embeddings
@@ -78,16 +81,18 @@ def plan_memory(params: Params, config: Config, engine: EngineConfig) -> MemoryP
 
     def snapshots(blocks: int) -> int:
         cached = math.ceil(blocks * engine.block_size / TOKENS_PER_SNAPSHOT)
-        return cached if engine.enable_prefix_caching else 0
+        return max(cached, engine.max_num_seqs) if engine.enable_prefix_caching else 0
 
     room = (CPU_CACHE_BYTES if limit is None else limit) - fixed - owned * state
     if engine.num_gpu_blocks_override is not None:
         blocks, source = engine.num_gpu_blocks_override, "num_gpu_blocks_override"
     else:
-        # each block brings its share of a cached snapshot
-        share = state * engine.block_size / TOKENS_PER_SNAPSHOT if engine.enable_prefix_caching else 0
-        blocks = min(wanted, max(int(room / (block + share)), 0))
-        source = "the memory available"
+        # each block brings its share of a cached snapshot, rounded up, and there is a least number of them
+        one = state if engine.enable_prefix_caching else 0
+        share = one * engine.block_size / TOKENS_PER_SNAPSHOT
+        fits = min(int((room - one) / (block + share)), int((room - snapshots(0) * state) / block))
+        keeps_prefixes = engine.enable_prefix_caching and limit is not None
+        blocks, source = max(fits if keeps_prefixes else min(wanted, fits), 0), "the memory available"
     if blocks < per_answer:
         raise ValueError(
             f"{source} gives {blocks} cache blocks of {engine.block_size} tokens, but one request of "

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from serving import memory_plan
 from serving.engine import Engine
 from serving.engine_config import EngineConfig
 from tests.serving.fake_device import FakeDevice
@@ -39,5 +40,31 @@ def test_without_an_override_every_row_can_be_full_length() -> None:
     engine = Engine(weightless_model(), EngineConfig(max_num_seqs=3), runner=FakeDevice(64))
     assert engine.stats()["total_blocks"] == 3 * 8
     plan = engine.plan
-    assert plan.num_state_slots == 3 * 3 + 2  # three a running answer, one cached for 1,024 tokens of blocks
-    assert plan.cache_bytes == plan.fixed_bytes + 24 * plan.block_bytes + 11 * plan.state_bytes
+    # three a running answer, one cached for 1,024 tokens of blocks but no fewer than one an answer
+    assert plan.num_state_slots == 3 * 3 + 3
+    assert plan.cache_bytes == plan.fixed_bytes + 24 * plan.block_bytes + 12 * plan.state_bytes
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("mebibytes", [1, 3, 50])
+def test_a_device_that_states_its_memory(
+    monkeypatch: pytest.MonkeyPatch, caching: bool, mebibytes: int
+) -> None:
+    """With prefix caching the cache takes all there is, not only what running answers can need."""
+    monkeypatch.setattr(memory_plan, "_free_bytes", lambda *_: mebibytes * 2**20)
+    limits = EngineConfig(max_num_seqs=3, max_model_len=128, enable_prefix_caching=caching)
+    model = weightless_model()
+    plan = memory_plan.plan_memory(model.params, model.config, limits)
+    assert plan.cache_bytes <= mebibytes * 2**20
+    if caching:
+        assert plan.num_state_slots == 9 + max(3, -(-plan.num_blocks // 16))
+        # no block with the snapshot it may bring is left, nor the one that rounding may have cost
+        assert mebibytes * 2**20 - plan.cache_bytes < plan.block_bytes + 2 * plan.state_bytes
+    else:
+        assert (plan.num_blocks, plan.num_state_slots) == (3 * 2, 3)
+
+
+def test_memory_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "_free_bytes", lambda *_: 1000)
+    with pytest.raises(ValueError, match="the memory available gives 0 cache blocks of 64 tokens"):
+        Engine(weightless_model(), EngineConfig(), runner=FakeDevice(64))

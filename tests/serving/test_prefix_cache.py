@@ -93,3 +93,21 @@ def test_what_lies_past_an_answers_end_is_never_kept(drafts: int, ahead: bool) -
                 made.step()
                 audit(made, device, [request.root])
             assert request.token_ids == said[:count]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_preempted_answer_resumes_at_its_last_boundary(drafts: int) -> None:
+    """All of prompt and answer below the boundary that its windows crossed last is read, not computed."""
+    made, device = made_for(drafts, False, trace_requests=True)
+    request = made.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    while len(request.token_ids) < 25:
+        made.step()
+    known = 3 + len(request.token_ids)
+    made._scheduler.preempt(request.answers[0])
+    audit(made, device, [request.root])
+    run(made)
+    assert request.token_ids == answer_to([1, 2, 3], 40)
+    assert request.trace is not None
+    (hit,) = [event.details["hit"] for event in request.trace.events if event.what == "resumed"]
+    # the last window's own tokens are committed by the next one's replay
+    assert hit == (known - 1 - (drafts + 1)) // 8 * 8 == 16 + 8 * (drafts == 0)
