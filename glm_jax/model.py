@@ -5,6 +5,7 @@ caller supplies (whole sequences in `glm_jax.whole_sequence`, cached steps in `g
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,11 @@ from glm_jax.layers.norms import rms_norm
 from glm_jax.params import DenseMlp, HyperConnection, Kda, Mla, Moe, Params
 from glm_jax.precision import at_least_float32
 from glm_jax.quantization import matmul
-from pallas_kernels.hyper_connection import hyper_connection_post, hyper_connection_pre
+from pallas_kernels.hyper_connection import (
+    hyper_connection_post,
+    hyper_connection_post_pre,
+    hyper_connection_pre,
+)
 
 KdaLayer = Callable[[Kda, int, jax.Array, Any], tuple[jax.Array, Any]]
 """`(parameters, index among KDA layers, hidden [tokens, hidden], state) -> (output, state)`"""
@@ -53,10 +58,14 @@ def trunk(
     streams = jnp.broadcast_to(
         embedded[:, None, :], (embedded.shape[0], config.hc_streams, embedded.shape[1])
     )
+    enter = partial(_enter_block, config, implementation)
+    leaving: _Leaving | None = None  # a block's output is folded in where the next block is entered
     selection = None
     kda_index = mla_index = 0
     for number, layer in enumerate(params.layers):
-        hidden, post, comb = _collapse(layer.attention_hc, config, streams, implementation)
+        streams, hidden, post, comb = enter(layer.attention_hc, streams, leaving)
+        if observe is not None and number > 0:
+            observe(number - 1, streams)
         hidden = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
         if isinstance(layer.attention, Kda):
             out, state = kda_layer(layer.attention, kda_index, hidden, state)
@@ -64,31 +73,39 @@ def trunk(
         else:
             out, selection, state = mla_layer(layer.attention, mla_index, hidden, selection, state)
             mla_index += 1
-        streams = hyper_connection_post(streams, out, post, comb, implementation=implementation)
 
-        hidden, post, comb = _collapse(layer.mlp_hc, config, streams, implementation)
+        streams, hidden, post, comb = enter(layer.mlp_hc, streams, (out, post, comb))
         hidden = rms_norm(hidden, layer.post_attention_layernorm, config.rms_norm_eps)
-        out = run_mlp(layer.mlp, config, hidden, axis, implementation)
-        streams = hyper_connection_post(streams, out, post, comb, implementation=implementation)
-        if observe is not None:
-            observe(number, streams)
+        leaving = (run_mlp(layer.mlp, config, hidden, axis, implementation), post, comb)
+    if leaving is not None:
+        streams = hyper_connection_post(streams, *leaving, implementation=implementation)
+    if observe is not None:
+        observe(len(params.layers) - 1, streams)
     collapsed = jnp.mean(at_least_float32(streams), axis=1).astype(streams.dtype)
     return rms_norm(collapsed, params.norm, config.rms_norm_eps), state
 
 
-def _collapse(
-    p: HyperConnection, config: Config, streams: jax.Array, implementation: str | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return hyper_connection_pre(
-        streams,
-        p.fn,
-        p.base,
-        p.scale,
-        norm_eps=config.rms_norm_eps,
-        hc_eps=config.hc_eps,
-        sinkhorn_iterations=config.hc_sinkhorn_iterations,
-        implementation=implementation,
-    )
+_Leaving = tuple[jax.Array, jax.Array, jax.Array]
+"""A block's output `[tokens, hidden]` and the post and comb weights that take it back into the streams."""
+
+
+def _enter_block(
+    config: Config,
+    implementation: str | None,
+    p: HyperConnection,
+    streams: jax.Array,
+    leaving: _Leaving | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Leaves the block before, if any, and enters the next: (streams, hidden, post, comb)."""
+    options: dict[str, Any] = {
+        "norm_eps": config.rms_norm_eps,
+        "hc_eps": config.hc_eps,
+        "sinkhorn_iterations": config.hc_sinkhorn_iterations,
+        "implementation": implementation,
+    }
+    if leaving is None:
+        return streams, *hyper_connection_pre(streams, p.fn, p.base, p.scale, **options)
+    return hyper_connection_post_pre(streams, *leaving, p.fn, p.base, p.scale, **options)
 
 
 def run_mlp(
