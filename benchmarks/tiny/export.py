@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from benchmarks.tiny.documents import TEMPLATE_PATH
 from benchmarks.tiny.shape import MLA_PERIOD, Shape, hugging_face_config
 from benchmarks.tiny.state_files import load_shape, load_state
-from benchmarks.tiny.tokenizer import EOS_TOKENS, PAD_TOKEN, SPECIAL_TOKENS
+from benchmarks.tiny.tokenizer import EOS_TOKENS, PAD_TOKEN, SPECIAL_TOKENS, VISIBLE_TOKENS
 
 DESTINATION = Path(__file__).parents[2] / "glm_jax" / "checkpoints" / "tiny"
 FLOAT32_ENDINGS = ("_base", "_scale", "A_log", "dt_bias", "e_score_correction_bias")
@@ -135,7 +135,7 @@ def tokenizer_config() -> dict[str, Any]:
         "do_lower_case": False,
         "eos_token": EOS_TOKENS[0],
         "pad_token": PAD_TOKEN,
-        "extra_special_tokens": list(SPECIAL_TOKENS),
+        "extra_special_tokens": [token for token in SPECIAL_TOKENS if token not in VISIBLE_TOKENS],
     }
 
 

@@ -49,6 +49,20 @@ SPECIAL_TOKENS = (
     "<|image|>",
     "<|video|>",
 )
+# Part of an answer's visible text, as in the released tokenizer: clients cut thoughts and calls out of it.
+VISIBLE_TOKENS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "/nothink",
+)
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
@@ -84,9 +98,8 @@ def train_tokenizer(vocabulary_size: int = VOCABULARY_SIZE, seed: int = 0) -> To
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(seed), trainer)
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
+    for token in SPECIAL_TOKENS:
+        tokenizer.add_tokens([AddedToken(token, special=token not in VISIBLE_TOKENS, normalized=False)])
     if tokenizer.get_vocab_size() != vocabulary_size:
         raise ValueError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {vocabulary_size}")
     return tokenizer

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.tiny import optimizer, parameters, train
 from benchmarks.tiny.data import LOOKAHEAD, Batch, BatchSpec
+from benchmarks.tiny.logs import read_logs
 from benchmarks.tiny.schedule import Phase, Preset, learning_rate
 from benchmarks.tiny.shape import Shape
 from benchmarks.tiny.state_files import PIECE_BYTES, load_state, save_state
@@ -184,3 +185,15 @@ def test_phases_follow_the_share_of_the_run_and_a_nan_stops_it(
     assert lengths == [32] * 4 + [64] * 4
     with pytest.raises(FloatingPointError, match="step 8 is nan"):
         trainer._line({"next_token": jnp.float32(np.nan), "recall": jnp.float32(0)})
+
+
+def test_logs_of_a_run_and_its_continuation_lie_on_one_time_axis(tmp_path: Path) -> None:
+    logs = []
+    for name, seconds in (("first", (5.0, 10.0)), ("second", (1.0, 2.5))):
+        logs.append(tmp_path / name)
+        lines = ({"seconds": second, "tokens": int(100 * second)} for second in seconds)
+        logs[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    joined = read_logs(logs)
+    assert [line["seconds"] for line in joined] == [5.0, 10.0, 11.0, 12.5]
+    assert [line["tokens"] for line in joined] == [500, 1000, 1100, 1250]
+    assert [line["run"] for line in joined] == [0, 0, 1, 1]
