@@ -1,4 +1,4 @@
-"""`make demo`: a server of its own on a free port, one chat over HTTP, the answer on the terminal."""
+"""`make demo`: a server of its own on a free port, one chat asked twice over HTTP, the answer printed."""
 
 import json
 import socket
@@ -7,9 +7,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
-QUESTION = "What is 12 + 30?"
+# What the shipped checkpoint was trained on; earlier turns make the prompt longer than a cache block.
+CHAT = (
+    ("user", "Mia has 7 books. Then Mia buys 5 more. How many books does Mia have now?"),
+    ("assistant", "<think>First 7+5=12. So the answer is 12.</think>#### 12"),
+    ("user", "Ben had 40 coins and sold 13 of them. How many coins are left?"),
+    ("assistant", "<think>First 40-13=27. So the answer is 27.</think>#### 27"),
+    ("user", "Tom has 12 apples. Then Tom buys 30 more. How many apples does Tom have now?"),
+)
 START_S = 600
 
 
@@ -33,9 +41,10 @@ def wait_until_healthy(base: str, server: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"the server was not ready after {START_S} s")
 
 
-def ask(base: str, question: str) -> dict[str, Any]:
+def ask(base: str, chat: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """One chat completion, its parsed body."""
-    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 128}
+    messages = [{"role": role, "content": content} for role, content in chat]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 128}
     request = urllib.request.Request(
         f"{base}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -48,18 +57,23 @@ def main(model: str) -> None:
     start = time.monotonic()
     command = [sys.executable, "-m", "glm_jax.serve", model, "--port", str(port)]
     limits = ["--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--max-model-len", "1024"]
+    limits.append("--enable-prompt-tokens-details")
     server = subprocess.Popen([*command, *limits])
     try:
         wait_until_healthy(base, server)
         print(f"{model} is served at {base} after {time.monotonic() - start:.1f} s")
-        answer = ask(base, QUESTION)
+        answer, again = ask(base, CHAT), ask(base, CHAT)
     finally:
         server.terminate()
         server.wait()
     choice = answer["choices"][0]
-    print(f"question: {QUESTION}")
+    print(f"question: {CHAT[-1][1]}")
     print(f"answer:   {choice['message']['content']}")
     print(f"          ({choice['finish_reason']}, {answer['usage']['completion_tokens']} tokens)")
+    usage = again["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    same = "the same answer" if again["choices"][0]["message"] == choice["message"] else "another answer"
+    print(f"again:    {same}, {cached} of {usage['prompt_tokens']} prompt tokens from the cache")
 
 
 if __name__ == "__main__":
