@@ -4,11 +4,13 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_ORACLE ?= .venv-oracle
 VENV_AMD ?= .venv-amd
+VENV_NOTEBOOKS ?= .venv-notebooks
 MODEL ?= tiny
 LIVES ?= 200
 PYTEST = -m pytest -q --durations=10
+comma := ,
 
-.PHONY: help demo serve test fuzz oracle oracle-test amd lint clean
+.PHONY: help demo serve test fuzz oracle oracle-test amd notebooks lint clean
 
 help:
 	@echo "make demo         set up, serve the shipped checkpoint over HTTP, ask one chat, print the answer"
@@ -18,6 +20,7 @@ help:
 	@echo "make oracle       set up torch and transformers, write the fixtures of the tests"
 	@echo "make oracle-test  compare with transformers on fresh random models"
 	@echo "make amd          compile the kernels for AMD GPUs (needs no GPU)"
+	@echo "make notebooks    run the notebooks from top to bottom (their stored outputs stay as they are)"
 	@echo "make lint         ruff and mypy"
 
 # A stamp is newer than pyproject.toml once its extra is installed.
@@ -39,6 +42,8 @@ $(VENV_ORACLE)/.installed-oracle: pyproject.toml
 	$(call install,$(VENV_ORACLE),.[oracle])
 $(VENV_AMD)/.installed-amd: pyproject.toml
 	$(call install,$(VENV_AMD),.[amd])
+$(VENV_NOTEBOOKS)/.installed-notebooks: pyproject.toml
+	$(call install,$(VENV_NOTEBOOKS),.[test$(comma)notebooks])
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/python -m serving.demo $(MODEL)
@@ -47,7 +52,8 @@ serve: $(VENV)/.installed
 	$(VENV)/bin/python -m glm_jax.serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(VENV)/bin/python $(PYTEST) tests --ignore=tests/float64 --ignore=tests/oracle --ignore=tests/amd
+	$(VENV)/bin/python $(PYTEST) tests --ignore=tests/float64 --ignore=tests/oracle --ignore=tests/amd \
+		--ignore=tests/notebooks
 	JAX_ENABLE_X64=1 $(VENV)/bin/python $(PYTEST) tests/float64
 
 fuzz: $(VENV)/.installed-test
@@ -63,9 +69,12 @@ oracle-test: $(VENV_ORACLE)/.installed-oracle
 amd: $(VENV_AMD)/.installed-amd
 	$(VENV_AMD)/bin/python $(PYTEST) tests/amd
 
+notebooks: $(VENV_NOTEBOOKS)/.installed-notebooks
+	$(VENV_NOTEBOOKS)/bin/python $(PYTEST) tests/notebooks
+
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_ORACLE) $(VENV_AMD) build *.egg-info
+	rm -rf $(VENV) $(VENV_ORACLE) $(VENV_AMD) $(VENV_NOTEBOOKS) build *.egg-info

@@ -48,12 +48,20 @@ class Findings:
 
 
 class Evaluation:
-    """A loaded model, sizes, and the rows found so far."""
+    """A loaded model, sizes, and the rows found so far; each row is written when it is found."""
 
-    def __init__(self, model: glm_jax.Model, cases: int, batch: int, lengths: Sequence[int] = RECALL_LENGTHS):
+    def __init__(
+        self,
+        model: glm_jax.Model,
+        cases: int,
+        batch: int,
+        lengths: Sequence[int] = RECALL_LENGTHS,
+        results: Path = RESULTS,
+    ):
         if model.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: its cases cannot be written")
         self.model, self.cases, self.batch, self.lengths = model, cases, batch, lengths
+        self.results = results
         self.encode: Callable[[str], list[int]] = model.tokenizer.encode
         self.rows: list[Row] = []
 
@@ -105,6 +113,7 @@ class Evaluation:
         row |= {"cases": self.cases, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
         row["date"] = datetime.date.today().isoformat()
         self.rows.append({key: v for key, v in row.items() if v is not None})
+        write(self.rows[-1:], "tiny", self.results)  # at once: a long run may be cut short
         print(f"{name}: {value:.4g} {unit}", flush=True)
 
     def problems(self) -> None:
@@ -172,12 +181,12 @@ def main() -> None:
         "--batch", type=int, default=2, help="rows at once: 2,048 tokens take about 1 GB each"
     )
     args = parser.parse_args()
-    evaluation = Evaluation(glm_jax.load(args.model, dtype="float32"), args.cases, args.batch, args.lengths)
+    model = glm_jax.load(args.model, dtype="float32")
+    evaluation = Evaluation(model, args.cases, args.batch, args.lengths, args.results)
     for part in args.parts:
         begun = time.time()
         getattr(evaluation, part)()
-        path = write(evaluation.rows, "tiny", args.results)  # after every part: a long run may be cut short
-        print(f"{part}: {time.time() - begun:.0f} s, rows in {path}", flush=True)
+        print(f"{part}: {time.time() - begun:.0f} s", flush=True)
     print(table(evaluation.rows))
 
 
