@@ -77,6 +77,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
             "attention_bias": True,
             "hc_mult": 2,
             "hc_sinkhorn_iters": 5,
+            "hc_eps": 1e-2,
             "short_conv_kernel_size": 3,
             "gate": {"gate_lower_bound": -3.0},
         },

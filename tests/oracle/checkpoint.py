@@ -66,8 +66,9 @@ class _Draw:
         for part in "qkv":
             self.linear(f"{prefix}{part}_proj.weight", heads * dim, hidden)
             # Small values keep the output norm's epsilon in play: without it a query that happens to be
-            # orthogonal to its only undecayed key turns into pure rounding noise of order 1.
-            std = 0.15 if part == "v" else 0.7
+            # orthogonal to its only undecayed key turns into pure rounding noise of order 1. Tiny queries
+            # and keys do the same for the epsilon of their l2 norms.
+            std = 0.15 if part == "v" else 0.002 if self.regime == "weak" else 0.7
             self.normal(f"{prefix}{part}_conv1d.weight", heads * dim, 1, taps, std=std)
         for part in "fg":
             self.linear(f"{prefix}{part}_a_proj.weight", dim, hidden)
@@ -100,7 +101,8 @@ class _Draw:
         index_heads, dim = text["index_n_heads"], text["index_head_dim"]
         prefix += "indexer."
         self.linear(f"{prefix}wq_b.weight", index_heads * dim, q_rank, 1.5)
-        self.linear(f"{prefix}wk.weight", dim, hidden)
+        # In one regime the variance of an index key is near the epsilon of its norm.
+        self.linear(f"{prefix}wk.weight", dim, hidden, 0.002 if self.regime == "ties" else 1.0)
         self.norm(f"{prefix}k_norm.weight", dim)
         self.normal(f"{prefix}k_norm.bias", dim, std=0.5)
         self.linear(f"{prefix}weights_proj.weight", index_heads, hidden)
