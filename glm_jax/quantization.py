@@ -83,9 +83,13 @@ def matmul(
                 x, w.values, w.scales, quantize_activations=rounded, implementation=implementation
             )
     wide = jnp.promote_types(x.dtype, jnp.float32)
+    plain = dequantize(w, x.dtype)
+    if isinstance(w, BlockScaled):
+        # fused into the product, the dequantisation changes its order of sums: not the plain weight's bits
+        plain = jax.lax.optimization_barrier(plain)
     product = jax.lax.dot_general(
         x,
-        dequantize(w, x.dtype),
+        plain,
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == wide else None,
         preferred_element_type=wide,

@@ -142,7 +142,11 @@ def _expert(
             rows = round_activations(rows)
         elif scales is not None:
             rows = rows.astype(accumulate)
-        w = values if scales is None else dequantize_blocks(values, scales, accumulate)
+        if scales is None:
+            w = values
+        else:
+            # fused into the product, the dequantisation would change its order of sums
+            w = jax.lax.optimization_barrier(dequantize_blocks(values, scales, accumulate))
         out = jnp.einsum("tc,...oc->...to", rows, w, precision=_HIGHEST, preferred_element_type=accumulate)
         return out.astype(x.dtype)
 

@@ -7,7 +7,7 @@ from glm_jax.collectives import all_reduce
 from glm_jax.config import Config
 from glm_jax.params import DenseMlp, Moe
 from glm_jax.precision import at_least_float32
-from glm_jax.quantization import BlockScaled, matmul
+from glm_jax.quantization import BlockScaled, Weight, matmul
 from pallas_kernels.grouped_mlp import grouped_mlp
 
 
@@ -16,12 +16,15 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
 
 
+def _part(stacked: Weight, index: int) -> Weight:
+    if isinstance(stacked, BlockScaled):
+        return BlockScaled(stacked.values[index], stacked.scales[index])
+    return stacked[index]
+
+
 def _dense_partial(p: DenseMlp, x: jax.Array, limit: float) -> jax.Array:
-    gate_up = p.gate_up
-    if isinstance(gate_up, BlockScaled):
-        gate, up = (matmul(x, BlockScaled(gate_up.values[i], gate_up.scales[i])) for i in (0, 1))
-    else:
-        gate, up = jnp.split(matmul(x, gate_up.reshape(-1, gate_up.shape[-1])), 2, axis=-1)
+    # two products whether scaled or not: one twice as wide may sum in another order
+    gate, up = (matmul(x, _part(p.gate_up, i)) for i in (0, 1))
     return matmul(clamped_swiglu(gate, up, limit), p.down)
 
 
