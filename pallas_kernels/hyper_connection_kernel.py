@@ -41,9 +41,17 @@ def supports(streams: jax.Array, fn: jax.Array) -> bool:
 
 
 def cuda_plan(tokens: int, dim: int) -> Plan:
-    """Tiles for NVIDIA."""
+    """Tiles for NVIDIA: with many tokens 64 rows, what four warps' tensor cores take at once; with few, one
+    warp a program, so that no warp repeats another's work.
+
+    Measured on an H200 with the streams as the right operand, which every warp holds whole: 8192 tokens took
+    665 us with two warps of 16 x 64 and 2.8 ms with four of 16 x 128, which spill 10 kB a thread.
+    """
     mix_splits, gate_splits = _splits(tokens, dim)
-    return Plan(16, 128, mix_splits, 128, gate_splits, triton.Launch(4, 3), triton.Launch(4, 3))
+    if tokens >= 1024:
+        splits = min(4, (dim & -dim) // 128)
+        return Plan(64, 32, splits, 64, splits, triton.Launch(4, 3), triton.Launch(4, 2))
+    return Plan(16, 32, mix_splits, 128, gate_splits, triton.Launch(1, 2), triton.Launch(4, 1))
 
 
 def rocm_plan(tokens: int, dim: int) -> Plan:
@@ -190,7 +198,7 @@ def _mix_kernel(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     if "out" in ref:
         post = [ref["post"][safe, k][:, None] for k in range(STREAMS)]
         comb = [[ref["comb"][safe, j, k][:, None] for k in range(STREAMS)] for j in range(STREAMS)]
-    outputs = jnp.arange(_PADDED_MIXES)[:, None]
+    outputs = jnp.arange(_PADDED_MIXES)
 
     def step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         mixes, squares = sums
@@ -209,20 +217,21 @@ def _mix_kernel(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
                 triton.store(ref["updated"].at[index[:, None], k, column], streams[k], mask=real[:, None])
         if "fn" in ref:
             for k in range(STREAMS):
-                # Products of two bfloat16 are exact in float32.
+                # Products of two bfloat16 are exact in float32. Streams are the left operand: warps divide
+                # its rows, whereas each holds all of the right one, which for streams (and all that they
+                # are computed from) is more than its registers.
+                row = outputs[:, None]
                 rows = triton.load(
-                    ref["fn"].at[jnp.minimum(outputs, _MIXES - 1), k, column],
-                    mask=outputs < _MIXES,
-                    other=0.0,
+                    ref["fn"].at[jnp.minimum(row, _MIXES - 1), k, column], mask=row < _MIXES, other=0.0
                 )
-                mixes += triton.dot(rows, streams[k], trans_b=True)
+                mixes += triton.dot(streams[k], rows, trans_b=True)
                 squares += jnp.sum(jnp.square(streams[k].astype(jnp.float32)), axis=1)
         return mixes, squares
 
-    zeros = (jnp.zeros((_PADDED_MIXES, plan.tokens), jnp.float32), jnp.zeros((plan.tokens,), jnp.float32))
+    zeros = (jnp.zeros((plan.tokens, _PADDED_MIXES), jnp.float32), jnp.zeros((plan.tokens,), jnp.float32))
     mixes, squares = jax.lax.fori_loop(0, channels // plan.mix_channels, step, zeros)
     if "fn" in ref:
-        triton.store(ref["mixes"].at[split, outputs, index[None, :]], mixes, mask=real[None, :])
+        triton.store(ref["mixes"].at[split, outputs[None, :], index[:, None]], mixes, mask=real[:, None])
         triton.store(ref["squares"].at[split, index], squares, mask=real)
 
 
