@@ -9,9 +9,9 @@ from pallas_kernels import causal_mla as op
 from pallas_kernels import causal_mla_kernel as kernel
 from pallas_kernels import sparse_mla, triton
 from tests.pallas_kernels import sparse_oracles as oracle
+from tests.pallas_kernels.device import INTERPRET, KERNEL
 from tests.pallas_kernels.lowering import lower
 
-KERNEL = "interpret" if jax.default_backend() == "cpu" else "triton"  # the same tests run on a GPU
 FLOAT32_TOLERANCE = 2e-5  # of outputs of order 1: sums of a few dozen float32 products
 BLOCK = 8
 
@@ -84,7 +84,7 @@ def test_quantised_latents():
     out = kernel.causal_mla(
         jnp.asarray(q, jnp.bfloat16), quantized, *map(jnp.asarray, (tables, row_of_token, positions)),
         block_size=BLOCK, scale=0.2, layer=1, latent_scales=scales, chosen=op.pool_bits(jnp.asarray(ids), 24),
-        kpool=4, interpret=KERNEL == "interpret", tiles=tiles,
+        kpool=4, interpret=INTERPRET, tiles=tiles,
     )  # fmt: skip
     seen = np.asarray(sparse_mla.dequantize_latents(quantized, scales, jnp.float32))[1]
     rows = expected_rows(tables, row_of_token, positions, ids, 4, True)

@@ -9,6 +9,7 @@ from pallas_kernels import hyper_connection as op
 from pallas_kernels import hyper_connection_kernel as kernel
 from pallas_kernels import triton
 from tests.pallas_kernels import stream_oracles as oracle
+from tests.pallas_kernels.device import INTERPRET, KERNEL
 from tests.pallas_kernels.lowering import lower
 
 OPTIONS = {"norm_eps": 1e-5, "hc_eps": 1e-6, "sinkhorn_iterations": 20}
@@ -120,12 +121,14 @@ def test_kernels_against_reference(tokens: int, plan: kernel.Plan):
     streams, fn, base, scale, out = map(jnp.asarray, problem(5, tokens, 4, 256))
     streams, fn, out = (a.astype(jnp.bfloat16) for a in (streams, fn, out))
     expected = op.hyper_connection_pre(streams, fn, base, scale, **OPTIONS, implementation="xla")
-    found = compiled_kernel(streams, fn, base, scale, **OPTIONS, interpret=True, plan=plan)
+    found = compiled_kernel(streams, fn, base, scale, **OPTIONS, interpret=INTERPRET, plan=plan)
     np.testing.assert_array_equal(np.float32(found[0]), np.float32(streams))
     compare(found[1:], expected)
 
     _, post, comb = expected
-    found = compiled_kernel(streams, fn, base, scale, (out, post, comb), **OPTIONS, interpret=True, plan=plan)
+    found = compiled_kernel(
+        streams, fn, base, scale, (out, post, comb), **OPTIONS, interpret=INTERPRET, plan=plan
+    )
     updated = op.hyper_connection_post(streams, out, post, comb, implementation="xla")
     np.testing.assert_allclose(np.float32(found[0]), np.float32(updated), rtol=BFLOAT16_NEIGHBOUR, atol=1e-5)
     # Streams that differ by a bfloat16 neighbour here and there move the gates a little.
@@ -146,7 +149,7 @@ def test_public_ops_run_the_kernels():
     streams, fn, base, scale, out = map(jnp.asarray, problem(6, 5, 4, 128))
     streams, fn, out = (a.astype(jnp.bfloat16) for a in (streams, fn, out))
     results = {}
-    for implementation in ("xla", "interpret"):
+    for implementation in ("xla", KERNEL):
         hidden, post, comb = op.hyper_connection_pre(
             streams, fn, base, scale, **OPTIONS, implementation=implementation
         )
@@ -158,7 +161,7 @@ def test_public_ops_run_the_kernels():
         np.testing.assert_allclose(
             np.float32(boundary[0]), np.float32(updated), rtol=BFLOAT16_NEIGHBOUR, atol=1e-5
         )
-    for found, expected in zip(results["interpret"], results["xla"], strict=True):
+    for found, expected in zip(results[KERNEL], results["xla"], strict=True):
         np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=2**-7, atol=2e-2)
 
 

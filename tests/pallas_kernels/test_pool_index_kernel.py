@@ -10,17 +10,14 @@ from pallas_kernels import pool_index as op
 from pallas_kernels import pool_index_kernel as kernel
 from pallas_kernels import select_kernel, triton
 from tests.pallas_kernels import sparse_oracles as oracle
+from tests.pallas_kernels.device import INTERPRET, KERNEL
 from tests.pallas_kernels.lowering import lower
 from tests.pallas_kernels.test_pool_index import paged_problem, tied_scores
-
-KERNEL = "interpret" if jax.default_backend() == "cpu" else "triton"  # the same tests run on a GPU
 
 
 def select(scores: np.ndarray, counts: np.ndarray, k: int, longest_segment: int = 8192) -> np.ndarray:
     run = jax.jit(
-        lambda s, c: select_kernel.select(
-            s, c, k, interpret=KERNEL == "interpret", longest_segment=longest_segment
-        )
+        lambda s, c: select_kernel.select(s, c, k, interpret=INTERPRET, longest_segment=longest_segment)
     )
     return np.asarray(run(jnp.asarray(scores), jnp.asarray(counts)))
 
@@ -68,9 +65,7 @@ def test_paged_selection(tokens: int, tile: int, shares: int):
     arrays = [jnp.asarray(x) for x in (q, head_weights, pooled, tables, row_of_token, counts)]
 
     def run(layer, q, head_weights, pooled, *rest):
-        return kernel.select_paged(
-            q, head_weights, pooled, layer, *rest, 6, interpret=KERNEL == "interpret", tiles=tiles
-        )
+        return kernel.select_paged(q, head_weights, pooled, layer, *rest, 6, interpret=INTERPRET, tiles=tiles)
 
     expected = op.select_paged_reference(*arrays[:3], 1, *arrays[3:], 6)
     np.testing.assert_array_equal(jax.jit(run)(1, *arrays), expected)

@@ -9,10 +9,10 @@ from pallas_kernels import sparse_mla as op
 from pallas_kernels import sparse_mla_kernel as kernel
 from pallas_kernels import triton
 from tests.pallas_kernels import sparse_oracles as oracle
+from tests.pallas_kernels.device import INTERPRET, KERNEL
 from tests.pallas_kernels.lowering import lower
 from tests.pallas_kernels.test_sparse_mla import problem
 
-KERNEL = "interpret" if jax.default_backend() == "cpu" else "triton"  # the same tests run on a GPU
 FLOAT32_TOLERANCE = 2e-5  # of outputs of order 1: sums of a few dozen float32 products
 # Weights and latents round to bfloat16's 8 bits before the second product, outputs of order 1 once more.
 BFLOAT16_TOLERANCE = 1.5e-2
@@ -24,7 +24,7 @@ def run(
     tiles = kernel.Tiles(heads, keys, splits, triton.Launch())
     call = jax.jit(
         lambda layer, *arrays: kernel.sparse_mla(
-            *arrays[:3], 0.2, layer, *arrays[3:], interpret=KERNEL == "interpret", tiles=tiles
+            *arrays[:3], 0.2, layer, *arrays[3:], interpret=INTERPRET, tiles=tiles
         )
     )
     return np.asarray(call(layer, *map(jnp.asarray, (q, latents, indices)), scales), np.float32)

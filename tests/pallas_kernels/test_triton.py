@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import causal_mla, grouped_mlp, sparse_mla, triton
 from tests.amd import gate
+from tests.pallas_kernels.device import INTERPRET
 from tests.pallas_kernels.lowering import lower, target
 
 FLOAT8 = jnp.float8_e4m3fn
@@ -109,7 +110,6 @@ def test_declaring_rows_moves_no_data():
 @pytest.mark.parametrize("largest", [2**31, 0])
 def test_reads_are_the_same(largest: int, monkeypatch: pytest.MonkeyPatch):
     """On a GPU with the wide offsets forced upon every operand; the interpreter has no offsets."""
-    backend_is_cpu = jax.default_backend() == "cpu"
     declare = triton.wide_offsets
     monkeypatch.setattr(triton, "wide_offsets", lambda array: declare(array, largest))
     x = jnp.arange(6 * 32 * 64, dtype=jnp.float32).reshape(6, 32, 64)
@@ -118,7 +118,7 @@ def test_reads_are_the_same(largest: int, monkeypatch: pytest.MonkeyPatch):
         out_ref[...] = x_ref[index_ref[0]]
 
     run = triton.pallas_call(
-        kernel, out_shape=shape(x.dtype, 32, 64), grid=(1,), interpret=backend_is_cpu, name="reads"
+        kernel, out_shape=shape(x.dtype, 32, 64), grid=(1,), interpret=INTERPRET, name="reads"
     )
     for row in (0, 5):
         np.testing.assert_array_equal(run(jnp.array([row], jnp.int32), x), x[row])

@@ -9,6 +9,7 @@ from pallas_kernels import vocab_sampling as op
 from pallas_kernels.vocab_edge_kernel import Plan
 from pallas_kernels.vocab_sampling_kernel import sample_tokens_triton
 from tests.pallas_kernels import sampling_oracle as oracle
+from tests.pallas_kernels.device import INTERPRET, KERNEL
 from tests.pallas_kernels.lowering import lower
 
 VOCABULARY = 300
@@ -187,13 +188,13 @@ def test_kernels_draw_the_reference_s_tokens(plan: Plan):
     expected = sample(jnp.asarray(logits), *arguments)
     greedy = arguments[0] < op.GREEDY_TEMPERATURE
     kernels = jax.jit(sample_tokens_triton, static_argnames=("interpret", "plan"))
-    found = kernels(jnp.asarray(logits), arguments[0], greedy, *arguments[1:], interpret=True, plan=plan)
+    found = kernels(jnp.asarray(logits), arguments[0], greedy, *arguments[1:], interpret=INTERPRET, plan=plan)
     np.testing.assert_array_equal(found, expected)
 
 
 def test_a_row_without_a_best_token_stays_in_the_vocabulary():
     logits = jnp.full((3, 40), -jnp.inf).at[1].set(jnp.nan)
-    for implementation in ("xla", "interpret"):
+    for implementation in ("xla", KERNEL):
         found = np.asarray(sample(logits, *parameters(3, top_p=0.9), implementation=implementation))
         assert ((found >= 0) & (found < 40)).all()
 
