@@ -13,8 +13,8 @@ from pallas_kernels.float8_blocks import BLOCK, FLOAT8, quantize_activations
 from pallas_kernels.matmul_tile import (
     Tile,
     load_scale,
-    multiplies_float8,
     quantize_rows,
+    rocm_operands,
     tile_of_program,
     tile_product,
 )
@@ -24,36 +24,33 @@ _FEW_ROWS = 64  # up to here activations are quantised where they are loaded, el
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A tile, and whether float8 operands are multiplied as such or as bfloat16."""
+    """A tile, and the dtype as which float8 values are multiplied, one that holds them exactly."""
 
     tile: Tile
-    float8_dots: bool
+    operands: str = "float8_e4m3fn"
 
 
 def supports(x: jax.Array, values: jax.Array) -> bool:
     """bfloat16 rows; both dimensions of the weight multiples of 128."""
     columns, channels = values.shape
     return (
-        x.dtype == jnp.bfloat16
-        and values.dtype == FLOAT8
-        and columns % BLOCK == 0
-        and channels % BLOCK == 0
+        x.dtype == jnp.bfloat16 and values.dtype == FLOAT8 and columns % BLOCK == 0 and channels % BLOCK == 0
     )
 
 
 def cuda_plan(rows: int) -> Plan:
     """Tiles for NVIDIA."""
     if rows <= _FEW_ROWS:
-        return Plan(Tile(16 if rows <= 16 else 32, 32, BLOCK, 1, triton.Launch(4, 4)), True)
+        return Plan(Tile(16 if rows <= 16 else 32, 32, BLOCK, 1, triton.Launch(4, 4)))
     if rows <= 1024:
-        return Plan(Tile(64, 64, BLOCK, 4, triton.Launch(4, 4)), True)
-    return Plan(Tile(128, 128, BLOCK, 8, triton.Launch(8, 3)), True)
+        return Plan(Tile(64, 64, BLOCK, 4, triton.Launch(4, 4)))
+    return Plan(Tile(128, 128, BLOCK, 8, triton.Launch(8, 3)))
 
 
 def rocm_plan(rows: int) -> Plan:
     """Tiles for AMD: one stage, at most 64 KiB of LDS."""
     tile_rows, columns = (16 if rows <= 16 else 32, 32) if rows <= _FEW_ROWS else (64, 128)
-    return Plan(Tile(tile_rows, columns, BLOCK, 4, triton.Launch(4, 1)), multiplies_float8())
+    return Plan(Tile(tile_rows, columns, BLOCK, 4, triton.Launch(4, 1)), rocm_operands())
 
 
 def block_scaled_matmul_triton(
@@ -81,11 +78,14 @@ def _run(
     tile = plan.tile
     rows, columns = x.shape[0], values.shape[0]
     early = quantized and rows > _FEW_ROWS
-    row_values, row_scales = quantize_activations(x) if early else (x, None)
+    dot_dtype = jnp.dtype(plan.operands if quantized else x.dtype)
+    row_values, row_scales = x, None
+    if early:
+        row_values, row_scales = quantize_activations(x)
+        row_values = row_values.astype(dot_dtype)
     inputs = {"rows": row_values, "row_scales": row_scales, "weights": values, "weight_scales": scales}
     inputs = {name: array for name, array in inputs.items() if array is not None}
     row_tiles = triton.cdiv(triton.cdiv(rows, tile.rows), tile.group) * tile.group
-    dot_dtype = jnp.dtype(FLOAT8 if quantized and plan.float8_dots else x.dtype)
     return triton.pallas_call(
         partial(_kernel, (*inputs, "out"), tile, dot_dtype, quantized and not early),
         out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),

@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton
 from pallas_kernels.expert_tiles import ExpertTiles, expert_tiles
-from pallas_kernels.float8_blocks import BLOCK, FLOAT8, quantize_activations
+from pallas_kernels.float8_blocks import BLOCK, FLOAT8, quantize_activations, round_activations
 from pallas_kernels.matmul_tile import (
     Tile,
     load_scale,
-    multiplies_float8,
     quantize_rows,
+    rocm_operands,
     tile_of_program,
     tile_product,
 )
@@ -33,11 +33,15 @@ _SMALL_TILE = 32  # up to here rows are quantised where they are loaded, else on
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How the experts run on one platform. Both tiles have the same rows; the first one's columns are those
-    of gate and of up. float8_dots: multiply float8 operands as such, else as bfloat16."""
+    of gate and of up. operands: the dtype as which float8 values are multiplied, one that holds them
+    exactly; rows that are quantised beforehand are stored in it. folded: the scales multiply the operands,
+    which become bfloat16, and not the partial products, so that the tensor cores keep the sums; it rounds
+    operands once more, by less than the result is rounded."""
 
     gate_up: Tile
     down: Tile
-    float8_dots: bool
+    operands: str = "float8_e4m3fn"
+    folded: bool = False
 
 
 def supports(x: jax.Array, gate_up: Weight, down: Weight) -> bool:
@@ -59,9 +63,9 @@ def cuda_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
     if rows <= _SMALL_TILE:
         columns = 64 if inner >= 1024 else 32
         launch = triton.Launch(num_warps=4, num_stages=3)
-        return Plan(Tile(rows, columns, BLOCK, 1, launch), Tile(rows, 64, BLOCK, 1, launch), True)
+        return Plan(Tile(rows, columns, BLOCK, 1, launch), Tile(rows, 64, BLOCK, 1, launch))
     launch = triton.Launch(num_warps=8 if rows == 128 else 4, num_stages=3)
-    return Plan(Tile(rows, 128, depth, 2, launch), Tile(rows, 128, depth, 2, launch), True)
+    return Plan(Tile(rows, 128, depth, 2, launch), Tile(rows, 128, depth, 2, launch))
 
 
 def rocm_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
@@ -70,10 +74,8 @@ def rocm_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
     launch = triton.Launch(num_warps=4, num_stages=1)
     if rows <= _SMALL_TILE:
         columns = 64 if rows == 16 else 32  # 32 x 64 spills scalar registers on gfx942
-        return Plan(
-            Tile(rows, columns, BLOCK, 1, launch), Tile(rows, 64, BLOCK, 1, launch), multiplies_float8()
-        )
-    return Plan(Tile(rows, 128, 64, 2, launch), Tile(rows, 128, 64, 2, launch), multiplies_float8())
+        return Plan(Tile(rows, columns, BLOCK, 1, launch), Tile(rows, 64, BLOCK, 1, launch), rocm_operands())
+    return Plan(Tile(rows, 128, 64, 2, launch), Tile(rows, 128, 64, 2, launch), rocm_operands())
 
 
 def _tile_rows(choices: int, experts: int) -> int:
@@ -119,7 +121,8 @@ def _run(
     hidden, tiles = expert_hidden(
         plan, x, expert_ids, gate_up, limit=limit, quantized=quantized, interpret=interpret
     )
-    product = Product(x.shape[1], _dot_dtype(plan, quantized), quantized and hidden[1] is None)
+    late = quantized and plan.down.rows <= _SMALL_TILE
+    product = Product(x.shape[1], _dot_dtype(plan, quantized), late, folded=plan.folded)
     out, _ = _expert_product(plan.down, hidden, down, product, tiles=tiles, interpret=interpret)
     rows = tiles.destinations.reshape(expert_ids.shape)
     return combine(out, rows, expert_weights, interpret=interpret)
@@ -135,7 +138,7 @@ def expert_hidden(
     quantized: bool,
     interpret: bool = False,
 ) -> tuple[Weight, ExpertTiles]:
-    """Activations of every choice, [tiles * rows, inner] with scales if they are float8, and its layout."""
+    """Activations of every choice, [tiles * rows, inner] with scales if quantised, and its layout."""
     experts, _, inner, _ = gate_up[0].shape
     tiles = expert_tiles(expert_ids.reshape(-1), experts, plan.gate_up.rows)
     early = quantized and plan.gate_up.rows > _SMALL_TILE
@@ -146,20 +149,28 @@ def expert_hidden(
         slots=expert_ids.shape[1],
         limit=limit,
         quantize_out=early,
+        folded=plan.folded,
     )
-    rows = quantize_activations(x) if early else (x, None)
+    rows: Weight = (x, None)
+    if early and plan.folded:
+        rows = round_activations(x).astype(product.dot_dtype), None
+    elif early:
+        values, scales = quantize_activations(x)
+        rows = values.astype(product.dot_dtype), scales
     return _expert_product(plan.gate_up, rows, gate_up, product, tiles=tiles, interpret=interpret), tiles
 
 
 def _dot_dtype(plan: Plan, quantized: bool) -> jnp.dtype:
-    return jnp.dtype(FLOAT8 if quantized and plan.float8_dots else jnp.bfloat16)
+    return jnp.dtype(plan.operands if quantized and not plan.folded else jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
     """What one launch computes: `columns` results a row. quantize_rows: round rows to float8 as they are
     loaded. slots: rows are gathered, row = choice // slots, and weights are gate and up halves joined by the
-    activation with `limit`; None: rows are those of the tiles. quantize_out: results become float8."""
+    activation with `limit`; None: rows are those of the tiles. quantize_out: results become float8 values in
+    dot_dtype. folded: as in `Plan`; where rows are quantised, what is stored or multiplied is theirs by
+    then."""
 
     columns: int
     dot_dtype: jnp.dtype
@@ -167,19 +178,22 @@ class Product:
     slots: int | None = None
     limit: float = 0.0
     quantize_out: bool = False
+    folded: bool = False
 
 
 def _expert_product(
     tile: Tile, rows: Weight, weights: Weight, product: Product, *, tiles: ExpertTiles, interpret: bool
 ) -> Weight:
-    """One product of every tile with its expert's weights: [tiles * rows, columns], and scales if float8."""
+    """One product of every tile with its expert's weights: [tiles * rows, columns], scales if quantised."""
     inputs = {"rows": rows[0], "row_scales": rows[1], "weights": weights[0], "weight_scales": weights[1]}
     inputs |= {"sources": tiles.sources, "experts": tiles.experts}
     inputs = {name: array for name, array in inputs.items() if array is not None}
     row_tiles = tiles.experts.shape[0]
     shape = (row_tiles * tile.rows, product.columns)
-    outputs = {"out": jax.ShapeDtypeStruct(shape, FLOAT8 if product.quantize_out else jnp.bfloat16)}
-    if product.quantize_out:
+    outputs = {
+        "out": jax.ShapeDtypeStruct(shape, product.dot_dtype if product.quantize_out else jnp.bfloat16)
+    }
+    if product.quantize_out and not product.folded:
         outputs["out_scales"] = jax.ShapeDtypeStruct((shape[0], shape[1] // BLOCK), jnp.float32)
     call = triton.pallas_call(
         partial(_expert_product_kernel, (*inputs, *outputs), tile, product),
@@ -191,7 +205,7 @@ def _expert_product(
         name="expert_down" if product.slots is None else "expert_gate_up",
     )
     results = call(*inputs.values())
-    return results[0], results[1] if product.quantize_out else None
+    return results[0], results[1] if "out_scales" in outputs else None
 
 
 def _expert_product_kernel(names: tuple[str, ...], tile: Tile, product: Product, *refs: Any) -> None:
@@ -213,7 +227,8 @@ def _expert_product_kernel(names: tuple[str, ...], tile: Tile, product: Product,
         def load_rows(start: jax.Array) -> tuple[jax.Array, jax.Array | None]:
             values = ref["rows"][index, pl.ds(start, tile.inner)]
             if product.quantize_rows:
-                return quantize_rows(values)
+                values, scales = quantize_rows(values)
+                return (_scaled(values, scales[:, None]), None) if product.folded else (values, scales)
             return values, ref["row_scales"][index, start // BLOCK] if "row_scales" in ref else None
 
         def load_weights(start: jax.Array, half: int) -> tuple[jax.Array, jax.Array | None]:
@@ -221,7 +236,10 @@ def _expert_product_kernel(names: tuple[str, ...], tile: Tile, product: Product,
             values = ref["weights"][(*place, pl.ds(column, tile.columns), pl.ds(start, tile.inner))]
             if "weight_scales" not in ref:
                 return values, None
-            return values, load_scale(ref["weight_scales"], place, column, start, tile.columns)
+            scale = load_scale(ref["weight_scales"], place, column, start, tile.columns)
+            if product.folded:
+                return _scaled(values, scale if scale.ndim == 0 else scale[:, None]), None
+            return values, scale
 
         results = tile_product(
             tile,
@@ -237,8 +255,15 @@ def _expert_product_kernel(names: tuple[str, ...], tile: Tile, product: Product,
             out = clamped_swiglu(out, results[1].astype(jnp.bfloat16), product.limit)
         if product.quantize_out:
             out, scales = quantize_rows(out)
-            ref["out_scales"][own_rows, column // BLOCK] = scales
-        ref["out"][own_rows, pl.ds(column, tile.columns)] = out
+            if product.folded:
+                out = _scaled(out, scales[:, None])
+            else:
+                ref["out_scales"][own_rows, column // BLOCK] = scales
+        ref["out"][own_rows, pl.ds(column, tile.columns)] = out.astype(ref["out"].dtype)
+
+
+def _scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
+    return (values.astype(jnp.float32) * scale).astype(jnp.bfloat16)
 
 
 def combine(out: jax.Array, rows: jax.Array, weights: jax.Array, *, interpret: bool = False) -> jax.Array:

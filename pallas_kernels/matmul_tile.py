@@ -18,19 +18,23 @@ from pallas_kernels.float8_blocks import BLOCK, FLOAT8, INVERSE_MAX
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """rows x columns of the result, `inner` channels a step; `group` row tiles run side by side for the
-    cache's sake: programs in flight then share weights and rows."""
+    cache's sake: programs in flight then share weights and rows. transposed: multiply weights by rows and
+    not rows by weights. Hopper's tensor cores take the left operand from registers, so weights that are
+    converted on the way need not pass through shared memory again."""
 
     rows: int
     columns: int
     inner: int
     group: int
     launch: triton.Launch
+    transposed: bool = False
 
 
-def multiplies_float8() -> bool:
-    """Whether the default device multiplies float8_e4m3fn. CDNA 3 (gfx942) does not: there the same exact
-    products are made of bfloat16 operands."""
-    return not str(getattr(jax.devices()[0], "compute_capability", "")).startswith("gfx94")
+def rocm_operands() -> str:
+    """What float8_e4m3fn operands are multiplied as on the default device. CDNA 3 (gfx942) has no such
+    products: there the same exact ones are made of bfloat16 operands."""
+    arch = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return "bfloat16" if arch.startswith("gfx94") else "float8_e4m3fn"
 
 
 def tile_of_program(program: jax.Array, column_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:
@@ -59,9 +63,13 @@ def tile_product(
     """`halves` products [rows, columns] float32 of the same rows.
 
     load_rows(start) -> ([rows, inner], scales [rows] or None); load_weights(start, half) -> ([columns,
-    inner], scale broadcastable to [rows, columns] or None), both for channels start .. start + inner.
-    Operands are cast to dot_dtype, which must hold them exactly.
+    inner], scale: a scalar or [columns] or None), both for channels start .. start + inner. Operands are cast
+    to dot_dtype, which must hold them exactly.
     """
+
+    def spread(scales: jax.Array, is_left: bool) -> jax.Array:
+        """Scales of one operand's rows over the result; a scalar as it is."""
+        return scales if scales.ndim == 0 else scales[:, None] if is_left else scales[None, :]
 
     def step(i: jax.Array, accumulators: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         start = i * tile.inner
@@ -70,20 +78,26 @@ def tile_product(
         results = []
         for half, accumulator in enumerate(accumulators):
             weights, scale = load_weights(start, half)
-            product = triton.dot(rows, weights.astype(dot_dtype), trans_b=True)
+            weights = weights.astype(dot_dtype)
+            left, right = (weights, rows) if tile.transposed else (rows, weights)
+            product = triton.dot(left, right, trans_b=True)
             if scale is not None:
-                factor = scale if row_scales is None else row_scales[:, None] * scale
+                factor = spread(scale, tile.transposed)
+                if row_scales is not None:
+                    factor = spread(row_scales, not tile.transposed) * factor
                 product = product * factor
             results.append(accumulator + product)
         return tuple(results)
 
-    zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    return jax.lax.fori_loop(0, channels // tile.inner, step, (zeros,) * halves)
+    shape = (tile.columns, tile.rows) if tile.transposed else (tile.rows, tile.columns)
+    zeros = jnp.zeros(shape, jnp.float32)
+    results = jax.lax.fori_loop(0, channels // tile.inner, step, (zeros,) * halves)
+    return tuple(result.T for result in results) if tile.transposed else results
 
 
 def load_scale(scales: Any, index: tuple, column: jax.Array, start: jax.Array, columns: int) -> jax.Array:
-    """The weight scale of a [columns, inner] tile: a scalar inside one block, else [1, columns]."""
+    """The weight scale of a [columns, inner] tile: a scalar inside one block, else [columns]."""
     if columns <= BLOCK:
         return scales[(*index, column // BLOCK, start // BLOCK)]
     blocks = (column + jnp.arange(columns)) // BLOCK
-    return triton.load(scales.at[(*index, blocks, start // BLOCK)])[None, :]
+    return triton.load(scales.at[(*index, blocks, start // BLOCK)])

@@ -5,6 +5,7 @@ repeats: neither launch nor Python is in it. Floors come from the copy bandwidth
 of the same run.
 """
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -21,6 +22,15 @@ import numpy as np
 Row = dict[str, Any]
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "results"
 _COLUMNS = ("name", "value", "unit", "floor", "target", "peer", "peer_value", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to run an op: tile sizes and the like in its name."""
+
+    group: str
+    name: str
+    measure: Callable[[], tuple[float, float]]  # seconds, error
 
 
 class Harness:

@@ -1,24 +1,14 @@
-"""Times tile sizes, warps and stages of the experts, the hyper-connections and sampling.
+"""Variants of the experts, the hyper-connections, sampling and the block-scaled matmul for `tune.py`."""
 
-`python -m benchmarks.kernels.tune_moe [--tiny] [--seconds N]`: every variant is checked against float64.
-`--tiny` rehearses on a CPU. No variant is started after N seconds; one table is printed last.
-"""
-
-import argparse
-import dataclasses
 import functools
-import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import grouped_mlp, hyper_connection, vocab_sampling
-from benchmarks.kernels.harness import Harness
+from benchmarks.kernels.harness import Harness, Variant
 from pallas_kernels import float8_blocks, hyper_connection_kernel
 from pallas_kernels.block_scaled_kernel import Plan as MatmulPlan
 from pallas_kernels.block_scaled_kernel import block_scaled_matmul_triton
@@ -29,50 +19,50 @@ from pallas_kernels.matmul_tile import Tile
 from pallas_kernels.triton import Launch
 from pallas_kernels.vocab_edge_kernel import Plan as SamplingPlan
 
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    group: str
-    name: str
-    measure: Callable[[], tuple[float, float]]  # seconds, error
-
-
 SMALL = [
-    ((16, 64, 128, 1, 4, 3), (16, 64, 128, 1, 4, 3)),
-    ((16, 64, 128, 1, 4, 4), (16, 64, 128, 1, 4, 4)),
-    ((16, 32, 128, 1, 4, 4), (16, 32, 128, 1, 4, 5)),
-    ((16, 128, 128, 1, 4, 3), (16, 128, 128, 1, 4, 3)),
-    ((16, 64, 128, 1, 8, 3), (16, 128, 128, 1, 8, 3)),
-    ((16, 32, 128, 1, 2, 4), (16, 64, 128, 1, 2, 4)),
+    ((16, 128, 128, 1, 4, 3), (16, 128, 128, 1, 4, 3), {}),
+    ((16, 128, 128, 1, 4, 4), (16, 128, 128, 1, 4, 4), {}),
+    ((16, 128, 128, 1, 8, 4), (16, 128, 128, 1, 4, 4), {}),
 ]
+# What binds at many tokens: Hopper's Triton multiplies float8 without asynchronous products (it wants
+# imprecise accumulation for them, which Pallas does not ask for) and falls back to half-rate float16 ones.
+# Best first: operands scaled to bfloat16 so that sums stay in the tensor cores; exact float16 operands;
+# weights left, straight from registers, or right, through shared memory once more.
+LEFT = (True, True)
 LARGE = [
-    ((128, 128, 128, 2, 8, 3), (128, 128, 128, 2, 8, 3)),
-    ((64, 128, 128, 4, 4, 3), (64, 128, 128, 4, 4, 3)),
-    ((64, 128, 128, 4, 8, 3), (64, 256, 128, 4, 8, 3)),
-    ((128, 128, 128, 2, 8, 2), (128, 256, 128, 2, 8, 2)),
-    ((128, 128, 64, 2, 8, 4), (128, 128, 64, 2, 8, 4)),
-    ((128, 128, 128, 8, 8, 3), (128, 128, 128, 8, 8, 3)),
-    ((64, 128, 128, 4, 4, 2), (64, 128, 128, 4, 4, 4)),
+    ((128, 128, 64, 4, 8, 3), (128, 256, 64, 4, 8, 3), {"turned": LEFT, "folded": True}),
+    ((64, 128, 128, 4, 8, 3), (64, 128, 128, 4, 8, 3), {"turned": LEFT, "operands": "float16"}),
+    ((128, 128, 64, 4, 8, 3), (128, 256, 64, 4, 8, 3), {"folded": True}),
+    ((128, 64, 64, 4, 8, 3), (128, 128, 64, 4, 8, 3), {"turned": LEFT, "operands": "float16"}),
+    ((64, 128, 128, 4, 8, 3), (64, 256, 128, 4, 8, 3), {"turned": LEFT, "folded": True}),
+    ((64, 128, 128, 4, 8, 3), (64, 128, 128, 4, 8, 3), {"operands": "float16"}),
+    ((128, 64, 64, 4, 4, 3), (128, 128, 64, 4, 4, 3), {"turned": LEFT, "folded": True}),
+    ((64, 64, 128, 4, 4, 3), (64, 64, 128, 4, 4, 3), {"turned": LEFT, "operands": "float16"}),
+    ((128, 128, 64, 8, 8, 4), (128, 128, 64, 8, 8, 4), {"turned": LEFT, "folded": True}),
 ]
 
 
 def expert_variants(harness: Harness) -> Iterator[Variant]:
     """(rows, columns, inner, group, warps, stages) of gate and up, then of down."""
-    yield from _experts(harness, 32, 2048, True, True, SMALL)
     yield from _experts(harness, 8192, 2048, True, True, LARGE)
 
 
+def few_expert_variants(harness: Harness) -> Iterator[Variant]:
+    yield from _experts(harness, 32, 2048, True, True, SMALL)
+
+
 def other_expert_variants(harness: Harness) -> Iterator[Variant]:
-    """Activations not quantised, bfloat16 weights, an eighth of the experts' width."""
+    """bfloat16 weights, an eighth of the experts' width, activations not quantised."""
     wide = [
-        ((128, 128, 64, 2, 8, 3), (128, 256, 64, 2, 8, 3)),
-        ((64, 128, 64, 4, 4, 3), (64, 256, 64, 4, 8, 3)),
+        ((128, 128, 64, 2, 8, 3), (128, 256, 64, 2, 8, 3), {}),
+        ((64, 128, 64, 4, 4, 3), (64, 256, 64, 4, 8, 3), {}),
     ]
-    yield from _experts(harness, 32, 2048, True, False, SMALL[:2])
     yield from _experts(harness, 8192, 2048, False, False, wide)
-    yield from _experts(harness, 32, 2048, False, False, [SMALL[0], ((16, 64, 64, 1, 4, 4),) * 2])
-    yield from _experts(harness, 32, 256, True, True, [SMALL[0], SMALL[2]])
     yield from _experts(harness, 8192, 256, True, True, LARGE[:2])
+    narrow = [SMALL[0], ((16, 32, 128, 1, 4, 4), (16, 32, 128, 1, 4, 5), {})]
+    yield from _experts(harness, 32, 256, True, True, narrow)
+    yield from _experts(harness, 32, 2048, False, False, [((16, 64, 64, 1, 4, 4), (16, 64, 64, 1, 4, 4), {})])
+    yield from _experts(harness, 32, 2048, True, False, SMALL[:1])
 
 
 def _experts(
@@ -83,10 +73,15 @@ def _experts(
     tokens = harness.size(tokens, 5)
     arrays = functools.cache(lambda: grouped_mlp.routing(harness, tokens))
 
-    for gate_up_shape, down_shape in shapes:
-        plan = ExpertPlan(
-            *(Tile(*shape[:4], Launch(*shape[4:])) for shape in (gate_up_shape, down_shape)), True
+    for gate_up_shape, down_shape, options in shapes:
+        how = dict(options)
+        turned = how.pop("turned", (False, False))
+        tiles = (
+            Tile(*shape[:4], Launch(*shape[4:]), transposed)
+            for shape, transposed in zip((gate_up_shape, down_shape), turned, strict=True)
         )
+        plan = ExpertPlan(*tiles, **how)
+        kind = f"{'weights left ' if turned[0] else ''}{'folded' if plan.folded else plan.operands}"
 
         def measure(plan: ExpertPlan = plan) -> tuple[float, float]:
             gate_up, down = grouped_mlp.weights(harness, inner, float8)
@@ -96,14 +91,14 @@ def _experts(
             error = grouped_mlp.error(out, arrays(), gate_up, down, quantized)
             return grouped_mlp.seconds(harness, arrays(), gate_up, down, quantized, plan), error
 
-        yield Variant(group, f"{gate_up_shape} {down_shape}", measure)
+        yield Variant(group, f"{gate_up_shape} {down_shape} {kind}", measure)
         if large:
 
             def hidden(plan: ExpertPlan = plan) -> tuple[float, float]:
                 gate_up, _ = grouped_mlp.weights(harness, inner, float8)
                 return grouped_mlp.hidden_seconds(harness, arrays(), gate_up, quantized, plan), 0.0
 
-            yield Variant(group, f"{gate_up_shape} gate and up", hidden)
+            yield Variant(group, f"{gate_up_shape} gate and up {kind}", hidden)
 
 
 def glue_variants(harness: Harness) -> Iterator[Variant]:
@@ -146,20 +141,17 @@ def glue_variants(harness: Harness) -> Iterator[Variant]:
 def boundary_variants(harness: Harness) -> Iterator[Variant]:
     """(tokens, mix channels, mix splits, gate channels, gate splits), (warps, stages) of mix and of gates."""
     wide = [
-        ((16, 128, 1, 128, 1), (4, 3), (4, 3)),
-        ((16, 128, 1, 256, 1), (4, 2), (4, 4)),
-        ((16, 256, 1, 512, 1), (4, 2), (8, 2)),
-        ((16, 128, 2, 128, 2), (4, 3), (4, 3)),
-        ((32, 128, 1, 128, 1), (8, 2), (8, 3)),
-        ((32, 64, 2, 128, 2), (4, 3), (8, 3)),
-        ((16, 64, 2, 128, 4), (2, 3), (2, 3)),
+        ((64, 32, 4, 64, 4), (4, 3), (4, 2)),
+        ((64, 32, 4, 64, 8), (4, 2), (2, 3)),
+        ((128, 32, 4, 32, 8), (8, 3), (8, 2)),
+        ((32, 32, 4, 128, 4), (2, 3), (4, 2)),
+        ((64, 32, 8, 128, 8), (4, 4), (8, 2)),
     ]
     narrow = [
-        ((16, 128, 16, 128, 32), (4, 1), (4, 1)),
-        ((16, 128, 32, 128, 32), (4, 1), (2, 1)),
-        ((16, 128, 16, 256, 16), (4, 2), (4, 2)),
-        ((16, 256, 8, 512, 8), (8, 2), (4, 1)),
-        ((16, 128, 8, 128, 8), (4, 3), (2, 3)),
+        ((16, 32, 32, 128, 32), (1, 3), (4, 1)),
+        ((16, 64, 32, 128, 32), (1, 2), (2, 1)),
+        ((16, 32, 16, 128, 16), (1, 4), (4, 1)),
+        ((16, 64, 16, 256, 16), (2, 2), (4, 1)),
     ]
     for tokens, shapes in ((8192, wide), (32, narrow)):
         count = harness.size(tokens, 5)
@@ -199,13 +191,13 @@ def sampling_variants(harness: Harness) -> Iterator[Variant]:
 
 
 def matmul_variants(harness: Harness) -> Iterator[Variant]:
-    """(rows, columns, inner, group, warps, stages) of the block-scaled matmul, 4096 to 12288."""
+    """(rows, columns, inner, group, warps, stages, transposed, operands) of the matmul, 4096 to 12288."""
     small = [(16, 32, 128, 1, 4, 4), (32, 32, 128, 1, 4, 4), (32, 64, 128, 1, 4, 4), (32, 32, 128, 1, 2, 5)]
     large = [
-        (128, 128, 128, 8, 8, 3),
-        (128, 256, 128, 8, 8, 3),
-        (64, 256, 128, 8, 8, 3),
-        (128, 128, 128, 8, 4, 3),
+        (64, 128, 128, 8, 8, 3, True, "float16"),
+        (128, 128, 64, 8, 8, 3, True, "float16"),
+        (64, 128, 128, 8, 8, 3, False, "float16"),
+        (128, 64, 64, 8, 4, 3, True, "float16"),
     ]
     dim, columns = harness.size(4096, 128), harness.size(12288, 256)
 
@@ -217,7 +209,7 @@ def matmul_variants(harness: Harness) -> Iterator[Variant]:
     for tokens, shapes in ((32, small), (8192, large)):
         x = jax.random.normal(jax.random.key(1), (harness.size(tokens, 5), dim), jnp.bfloat16)
         for shape in shapes:
-            plan = MatmulPlan(Tile(*shape[:4], Launch(*shape[4:])), True)
+            plan = MatmulPlan(Tile(*shape[:4], Launch(*shape[4:6]), *shape[6:7]), *shape[7:])
 
             def measure(plan: MatmulPlan = plan, x: jax.Array = x) -> tuple[float, float]:
                 def run(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -232,47 +224,3 @@ def matmul_variants(harness: Harness) -> Iterator[Variant]:
                 return harness.seconds(step, x, *weight(), repeats=5), error
 
             yield Variant(f"block-fp8 matmul {tokens}", f"{shape}", measure)
-
-
-SOURCES = {
-    "experts": expert_variants,
-    "boundary": boundary_variants,
-    "sampling": sampling_variants,
-    "glue": glue_variants,
-    "other": other_expert_variants,
-    "matmul": matmul_variants,
-}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sources", nargs="*", metavar="source", help=f"of {', '.join(SOURCES)}; all without")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--seconds", type=float, default=150.0)
-    options = parser.parse_args()
-    harness = Harness(tiny=options.tiny)
-    start, lines = time.monotonic(), []
-    for source in options.sources or SOURCES:
-        for variant in SOURCES[source](harness):
-            if time.monotonic() - start > options.seconds:
-                lines.append(f"{variant.group:28} {variant.name:52} not started: out of time")
-                continue
-            try:
-                seconds, error = variant.measure()
-                lines.append(
-                    f"{variant.group:28} {variant.name:52} {seconds * 1e6:10.1f} us  error {error:.2e}"
-                )
-            except Exception as problem:  # a variant that does not compile is a result too
-                lines.append(
-                    f"{variant.group:28} {variant.name:52} {type(problem).__name__}: {str(problem)[:80]!r}"
-                )
-            print(lines[-1], flush=True)
-    print(
-        f"copy {harness.copy_rate / 1e12:.2f} TB/s, bfloat16 {harness.matmul_rate / 1e12:.0f} TFLOP/s, "
-        f"{harness.device}, {time.monotonic() - start:.0f} s"
-    )
-    print("\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,31 +1,14 @@
-"""Times tile sizes, warps, stages and splits of sparse MLA and the indexer.
+"""Variants of sparse MLA, causal MLA, the indexer and its selection for `tune.py`."""
 
-`python -m benchmarks.kernels.tune_sparse_mla [--tiny] [--seconds N]`: every variant is checked against
-float64. `--tiny` rehearses on a CPU. No variant is started after N seconds; one table is printed last.
-"""
-
-import argparse
-import dataclasses
 import functools
-import os
-import time
-from collections.abc import Callable, Iterator
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import causal_mla, pool_index, sparse_mla
-from benchmarks.kernels.harness import Harness
+from benchmarks.kernels.harness import Harness, Variant
 from pallas_kernels import causal_mla_kernel, pool_index_kernel, select_kernel, sparse_mla_kernel, triton
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    group: str
-    name: str
-    measure: Callable[[], tuple[float, float]]  # seconds, error
 
 
 def attention_variants(harness: Harness) -> Iterator[Variant]:
@@ -145,36 +128,3 @@ def selection_variants(harness: Harness) -> Iterator[Variant]:
                 return harness.seconds(step, counts, scores), wrong
 
             yield Variant(f"top {k} of {rows} x {pools}", f"segments of {longest}", measure)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--seconds", type=float, default=150.0)
-    options = parser.parse_args()
-    harness = Harness(tiny=options.tiny)
-    start, lines = time.monotonic(), []
-    for source in (attention_variants, score_variants, selection_variants, causal_variants):
-        for variant in source(harness):
-            if time.monotonic() - start > options.seconds:
-                lines.append(f"{variant.group:32} {variant.name:55} not started: out of time")
-                continue
-            try:
-                seconds, error = variant.measure()
-                lines.append(
-                    f"{variant.group:32} {variant.name:55} {seconds * 1e6:10.1f} us  error {error:.2e}"
-                )
-            except Exception as problem:  # a variant that does not compile is a result too
-                lines.append(
-                    f"{variant.group:32} {variant.name:55} {type(problem).__name__}: {str(problem)[:80]!r}"
-                )
-    print(
-        f"copy {harness.copy_rate / 1e12:.2f} TB/s, bfloat16 {harness.matmul_rate / 1e12:.0f} TFLOP/s, ",
-        end="",
-    )
-    print(f"{harness.device}, {time.monotonic() - start:.0f} s")
-    print("\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from pallas_kernels import block_scaled_kernel, grouped_mlp_kernel
 from tests.amd.gate import Case
 
 DIM, SLOTS, EXPERTS = 4096, 8, 288
-CHIPS = {"gfx950": True, "gfx942": False}
+CHIPS = {"gfx950": "float8_e4m3fn", "gfx942": "bfloat16"}
 
 
 def struct(shape, dtype=jnp.float32):
@@ -25,7 +25,7 @@ def struct(shape, dtype=jnp.float32):
 
 def experts(tokens: int, inner: int, float8: bool, quantized: bool, chip: str) -> Case:
     plan = grouped_mlp_kernel.rocm_plan(tokens * SLOTS, EXPERTS, inner, float8)
-    plan = dataclasses.replace(plan, float8_dots=CHIPS[chip])
+    plan = dataclasses.replace(plan, operands=CHIPS[chip])
     dtype = jnp.float8_e4m3fn if float8 else jnp.bfloat16
     blocks = (DIM // 128, inner // 128)
     gate_up = struct((EXPERTS, 2, inner, DIM), dtype), struct((EXPERTS, 2, blocks[1], blocks[0]))
@@ -50,7 +50,7 @@ def experts(tokens: int, inner: int, float8: bool, quantized: bool, chip: str) -
 
 
 def matmul(tokens: int, quantized: bool, chip: str) -> Case:
-    plan = dataclasses.replace(block_scaled_kernel.rocm_plan(tokens), float8_dots=CHIPS[chip])
+    plan = dataclasses.replace(block_scaled_kernel.rocm_plan(tokens), operands=CHIPS[chip])
     function = functools.partial(
         block_scaled_kernel.block_scaled_matmul_triton, quantized=quantized, plan=plan
     )

@@ -10,6 +10,7 @@ from pallas_kernels import triton
 from pallas_kernels.block_scaled_kernel import Plan, block_scaled_matmul_triton
 from pallas_kernels.matmul_tile import Tile
 from tests.pallas_kernels import expert_oracles as oracle
+from tests.pallas_kernels.device import INTERPRET
 from tests.pallas_kernels.lowering import lower
 
 E4M3_STEP = 2**-4  # half of the last place of e4m3's three mantissa bits, relative
@@ -91,15 +92,17 @@ def test_same_bits_as_a_plain_weight():
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("float8_dots", [True, False])
+@pytest.mark.parametrize(("operands", "transposed"), [("float8_e4m3fn", False), ("float16", True)])
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize(("rows", "tile_rows", "columns"), [(1, 16, 32), (33, 16, 256), (70, 64, 128)])
-def test_kernel_against_reference(rows: int, tile_rows: int, columns: int, quantize: bool, float8_dots: bool):
+def test_kernel_against_reference(
+    rows: int, tile_rows: int, columns: int, quantize: bool, operands: str, transposed: bool
+):
     """Ragged rows, tiles within one scale block and over two, groups of row tiles past the last one."""
     x = jnp.asarray(weight(rows, rows, 256), jnp.bfloat16)
     values, scales = op.quantize_blocks(jnp.asarray(weight(8, 256, 256)))
-    plan = Plan(Tile(tile_rows, columns, 128, 3, triton.Launch()), float8_dots)
-    out = block_scaled_matmul_triton(x, values, scales, quantized=quantize, interpret=True, plan=plan)
+    plan = Plan(Tile(tile_rows, columns, 128, 3, triton.Launch(), transposed), operands)
+    out = block_scaled_matmul_triton(x, values, scales, quantized=quantize, interpret=INTERPRET, plan=plan)
     expected = op.block_scaled_matmul(x, values, scales, quantize_activations=quantize, implementation="xla")
     # Both round the same float32 sum, taken in another order, to bfloat16: at most neighbours.
     largest = np.abs(oracle.wide(expected)).max()

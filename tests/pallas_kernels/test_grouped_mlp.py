@@ -1,5 +1,7 @@
 """Routed experts: the XLA reference against numpy in float64, the kernels against the reference."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from pallas_kernels.expert_tiles import expert_tiles
 from pallas_kernels.grouped_mlp_kernel import Plan, grouped_mlp_triton
 from pallas_kernels.matmul_tile import Tile
 from tests.pallas_kernels import expert_oracles as oracle
+from tests.pallas_kernels.device import INTERPRET
 from tests.pallas_kernels.lowering import lower
 
 FLOAT32_TOLERANCE = 2e-5  # of outputs of order 1: two chained sums of a few dozen products
@@ -150,10 +153,12 @@ def test_expert_tiles_place_every_choice_once():
 SMALL = Tile(16, 32, 128, 1, triton.Launch())
 LARGE = Tile(64, 128, 64, 2, triton.Launch())
 WIDE = Tile(64, 256, 64, 3, triton.Launch())
+TURNED = [dataclasses.replace(tile, transposed=True) for tile in (LARGE, WIDE)]
+FEW_TURNED = dataclasses.replace(SMALL, transposed=True)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("tiles", [(SMALL, SMALL), (LARGE, WIDE)])
+@pytest.mark.parametrize("tiles", [(SMALL, SMALL), (LARGE, WIDE), TURNED])
 def test_bfloat16_kernels_against_reference(routing: str, tiles: tuple[Tile, Tile]):
     x, ids, weights, gate_up, down = map(jnp.asarray, problem(routing, 40, 256, 128, 6, 3))
     x, gate_up, down = (a.astype(jnp.bfloat16) for a in (x, gate_up, down))
@@ -165,8 +170,8 @@ def test_bfloat16_kernels_against_reference(routing: str, tiles: tuple[Tile, Til
         (down, None),
         limit=1.0,
         quantize_activations=False,
-        interpret=True,
-        plan=Plan(*tiles, True),
+        interpret=INTERPRET,
+        plan=Plan(*tiles),
     )
     expected = oracle.wide(call((x, ids, weights, gate_up, down), limit=1.0))
     # The same roundings of sums taken in another order: a neighbour now and then.
@@ -174,9 +179,21 @@ def test_bfloat16_kernels_against_reference(routing: str, tiles: tuple[Tile, Til
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-@pytest.mark.parametrize("float8_dots", [True, False])
-@pytest.mark.parametrize("tiles", [(SMALL, SMALL), (LARGE, WIDE)])
-def test_float8_kernels_against_reference(tiles: tuple[Tile, Tile], float8_dots: bool, quantize: bool):
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(SMALL, SMALL),
+        Plan(LARGE, WIDE),
+        Plan(SMALL, SMALL, "bfloat16"),
+        Plan(LARGE, WIDE, "bfloat16"),
+        Plan(*TURNED, "float16"),
+        Plan(LARGE, WIDE, folded=True),
+        Plan(*TURNED, folded=True),
+        Plan(FEW_TURNED, FEW_TURNED, folded=True),
+    ],
+    ids=lambda plan: f"{plan.gate_up.rows}-{plan.gate_up.transposed}-{plan.operands}-{plan.folded}",
+)
+def test_float8_kernels_against_reference(plan: Plan, quantize: bool):
     x, ids, weights, gate_up, down = map(jnp.asarray, problem("some without", 40, 256, 128, 6, 3))
     x = x.astype(jnp.bfloat16)
     gate_up, gate_up_scales = block_scaled.quantize_blocks(gate_up)
@@ -189,8 +206,8 @@ def test_float8_kernels_against_reference(tiles: tuple[Tile, Tile], float8_dots:
         (down, down_scales),
         limit=1.0,
         quantize_activations=quantize,
-        interpret=True,
-        plan=Plan(*tiles, float8_dots),
+        interpret=INTERPRET,
+        plan=plan,
     )
     expected = oracle.wide(
         call(
