@@ -57,15 +57,21 @@ def supports(x: jax.Array, gate_up: Weight, down: Weight) -> bool:
 
 
 def cuda_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
-    """Tiles for NVIDIA: narrow ones stream weights for few rows, wide ones fill the tensor cores."""
+    """Tiles for NVIDIA: narrow ones stream weights for few rows, wide ones fill the tensor cores.
+
+    Measured on an H200 with float8 weights and rows: 32 tokens 1.14 ms with 128 columns, 1.18 with 64; 8192
+    tokens, gate and up, 9.5 ms with 64 rows and eight warps, 12.1 with 128 rows, which spill.
+    """
     rows = _tile_rows(choices, experts)
-    depth = BLOCK if float8 else BLOCK // 2
     if rows <= _SMALL_TILE:
-        columns = 64 if inner >= 1024 else 32
+        columns = 32 if inner < 1024 else 128 if rows == 16 else 64
         launch = triton.Launch(num_warps=4, num_stages=3)
-        return Plan(Tile(rows, columns, BLOCK, 1, launch), Tile(rows, 64, BLOCK, 1, launch))
-    launch = triton.Launch(num_warps=8 if rows == 128 else 4, num_stages=3)
-    return Plan(Tile(rows, 128, depth, 2, launch), Tile(rows, 128, depth, 2, launch))
+        return Plan(Tile(rows, columns, BLOCK, 1, launch), Tile(rows, max(64, columns), BLOCK, 1, launch))
+    if float8:
+        tile = Tile(64, 128, BLOCK, 4, triton.Launch(num_warps=8, num_stages=3))
+        return Plan(tile, tile)
+    tile = Tile(rows, 128, BLOCK // 2, 2, triton.Launch(num_warps=8 if rows == 128 else 4, num_stages=3))
+    return Plan(tile, tile)
 
 
 def rocm_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
