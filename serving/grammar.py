@@ -108,9 +108,10 @@ def mask_of(
     """The rows' masks as one batch, None if no row is guided; missing rows and positions allow anything."""
     if all(mask is None for mask in masks):
         return None
-    words = np.full((rows, window, -(-vocab_size // 32)), ANYTHING)
+    # the fields are declared as `jax.Array`; jit takes numpy arrays in their place
+    words: Any = np.full((rows, window, -(-vocab_size // 32)), ANYTHING)
+    active: Any = np.True_
     for row, mask in enumerate(masks):
         if mask is not None:
             words[row, : len(mask)] = mask
-    active: Any = np.True_  # the fields are declared as `jax.Array`; jit takes numpy arrays in their place
-    return GrammarMask(words, active)  # type: ignore[arg-type]
+    return GrammarMask(words, active)

@@ -39,7 +39,7 @@ def main() -> None:
     )
     kernels = "xla" if options.tiny else None
 
-    def hidden(implementation: str | None):  # type: ignore[no-untyped-def]
+    def hidden(implementation: str | None):
         def run(params: Any, tokens: jax.Array) -> jax.Array:
             aligned = align_left(tokens, None)
             if implementation == "xla" and not options.tiny:

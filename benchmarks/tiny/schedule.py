@@ -36,7 +36,7 @@ class Preset:
 
 
 def _phase(length: int, rows: int, mix: tuple[float, float, float], until: float, **kwargs: object) -> Phase:
-    return Phase(BatchSpec(rows, length, mix), until, **kwargs)  # type: ignore[arg-type]
+    return Phase(BatchSpec(rows, length, mix), until, **kwargs)
 
 
 def learning_rate(preset: Preset, step: int, share: float) -> float:

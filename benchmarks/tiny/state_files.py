@@ -26,11 +26,11 @@ def save_state(folder: Path, params: Params, optimizer: OptimizerState, progress
     for name, value in arrays.items():
         host = np.asarray(value)
         if piece and size + host.nbytes > PIECE_BYTES:
-            np.savez(folder / f"state-{number}.npz", **piece)  # type: ignore[arg-type]
+            np.savez(folder / f"state-{number}.npz", **piece)
             piece, number, size = {}, number + 1, 0
         piece[name] = host
         size += host.nbytes
-    np.savez(folder / f"state-{number}.npz", **piece)  # type: ignore[arg-type]
+    np.savez(folder / f"state-{number}.npz", **piece)
     whole = dict(progress, optimizer_steps=float(optimizer.steps), pieces=number + 1)
     (folder / "progress.json").write_text(json.dumps(whole, indent=1))
 

@@ -10,6 +10,20 @@ from benchmarks.tiny.documents import KINDS, draw_document
 
 VOCABULARY_SIZE = 1536
 
+# Part of an answer's visible text, as in the released tokenizer: clients cut thoughts and calls out of it.
+VISIBLE_TOKENS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "/nothink",
+)
 # The order of the released checkpoint, <|endoftext|> first.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -33,35 +47,11 @@ SPECIAL_TOKENS = (
     "<|code_prefix|>",
     "<|code_middle|>",
     "<|code_suffix|>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "/nothink",
+    *VISIBLE_TOKENS,
     "<|begin_of_box|>",
     "<|end_of_box|>",
     "<|image|>",
     "<|video|>",
-)
-# Part of an answer's visible text, as in the released tokenizer: clients cut thoughts and calls out of it.
-VISIBLE_TOKENS = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "/nothink",
 )
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")

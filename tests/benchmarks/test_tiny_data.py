@@ -185,7 +185,7 @@ def test_accepted_drafts_by_hand() -> None:
 
 
 def template(messages: list[dict[str, object]], **variables: object) -> str:
-    return ChatTemplate(TEMPLATE_PATH.read_text()).render(messages, **variables)  # type: ignore[arg-type]
+    return ChatTemplate(TEMPLATE_PATH.read_text()).render(messages, **variables)
 
 
 def test_template_efforts_and_media() -> None:

@@ -157,7 +157,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
         with monkeypatch.context() as patch:
             patch.setattr(train, "learning_rate", stop)
             with contextlib.suppress(InterruptedError):
-                trainer.train(None, 1, schedule, deadline, 0.0, 1e9)  # type: ignore[arg-type]
+                trainer.train(None, 1, schedule, deadline, 0.0, 1e9)
         trainer.save()
         return trainer
 
@@ -180,7 +180,7 @@ def test_phases_follow_the_share_of_the_run_and_a_nan_stops_it(
     monkeypatch.setattr(train, "Compiler", InstantCompiler)
     monkeypatch.setattr(train, "batches", seeded_batches)
     trainer = train.Trainer(PRESET, tmp_path, seed=5, resume=False, start_from=None)
-    trainer.train(None, 1, 8, time.time() + 1e9, 0.0, 1e9)  # type: ignore[arg-type]
+    trainer.train(None, 1, 8, time.time() + 1e9, 0.0, 1e9)
     lengths = [json.loads(line)["length"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lengths == [32] * 4 + [64] * 4
     with pytest.raises(FloatingPointError, match="step 8 is nan"):

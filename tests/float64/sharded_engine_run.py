@@ -36,7 +36,7 @@ def answers(params: Params) -> list[dict]:
         max_num_seqs=2, max_num_batched_tokens=64, block_size=16, snapshot_spacing=32,
         speculative_config={"method": "mtp", "num_speculative_tokens": 2},
     )  # fmt: skip
-    engine = Engine(Model(params), config)  # type: ignore[arg-type]
+    engine = Engine(Model(params), config)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 64, 40).tolist()
     plain = {"ignore_eos": True, "max_tokens": 12}

@@ -53,12 +53,12 @@ def make(*, drafts: int = 0, blocks: int = BLOCKS, **changes: object) -> Engine:
         "snapshot_spacing": 32, "num_gpu_blocks_override": BLOCKS, "num_state_slots_override": STATE_SLOTS,
         "speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}, **changes,
     }  # fmt: skip
-    config = EngineConfig(**limits)  # type: ignore[arg-type]
+    config = EngineConfig(**limits)
     runner = ModelRunner(
         model().params, model().config, geometry(model().params, config, BLOCKS, STATE_SLOTS),
         top_logprobs=20, fill=float("nan"),
     )  # fmt: skip
-    engine = Engine(model(), config, runner=runner)  # type: ignore[arg-type]
+    engine = Engine(model(), config, runner=runner)
     withheld = engine._cache.blocks.take(BLOCKS - blocks)
     assert withheld is not None
     return engine

@@ -86,7 +86,7 @@ def test_an_answer_has_its_least_tokens(drafts: int) -> None:
 
 def leg_rows(engine: Engine, request: Request, blocks: int) -> dict[str, np.ndarray]:
     """Every leg of the request's first published blocks and of the snapshot behind them."""
-    cache = engine._runner._cache  # type: ignore[attr-defined]
+    cache = engine._runner._cache
     chain = engine._cache.hashes(request.answers[0], blocks)
     ids = [engine._cache.blocks.find(content) for content in chain]
     slot = engine._cache.states.find(chain[-1])
@@ -144,7 +144,7 @@ def test_rule_5_padding_writes_nothing() -> None:
     """Every program run on padding alone leaves a cache of NaN a cache of NaN."""
     engine = make(drafts=3)
     engine.warm_up()
-    cache = engine._runner._cache  # type: ignore[attr-defined]
+    cache = engine._runner._cache
     tables = cache.sampler
     for leaf in jax.tree.leaves(cache.replace(sampler=None)):
         values = np.asarray(leaf)
@@ -218,8 +218,8 @@ def test_b18_a_poisoned_request_fails_alone() -> None:
         engine.step()
     place = bad.answers[0].placement
     assert place is not None
-    cache = engine._runner._cache  # type: ignore[attr-defined]
-    engine._runner._cache = cache.replace(  # type: ignore[attr-defined]
+    cache = engine._runner._cache
+    engine._runner._cache = cache.replace(
         kda_state=cache.kda_state.at[:, place.state_slot].set(float("nan"))
     )
     engine.run_until_idle()

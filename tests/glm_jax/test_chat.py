@@ -12,7 +12,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def render(source: str, messages: list[dict] | None = None, **variables: object) -> str:
-    return ChatTemplate(source).render(messages or [USER], **variables)  # type: ignore[arg-type]
+    return ChatTemplate(source).render(messages or [USER], **variables)
 
 
 def test_blocks_are_trimmed() -> None:
@@ -64,9 +64,9 @@ def test_tool_call_arguments_are_objects() -> None:
         "{% for k, v in messages[0].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
     )
     assert render(source, messages) == "city=Brno;days=2;"
-    call["function"]["arguments"] = ""  # type: ignore[index]
+    call["function"]["arguments"] = ""
     assert render(source, messages) == ""
-    call["function"]["arguments"] = "{"  # type: ignore[index]
+    call["function"]["arguments"] = "{"
     with pytest.raises(RequestError, match="arguments of the tool call 'f' must be JSON"):
         render(source, messages)
 

@@ -36,7 +36,7 @@ from glm_jax.sampling_params import SamplingParams
 )
 def test_bad_values(field: str, value: object, message: str) -> None:
     with pytest.raises(RequestError) as caught:
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
+        SamplingParams(**{field: value})
     assert message in str(caught.value)
     assert caught.value.parameter == field
 
@@ -58,4 +58,4 @@ def test_values_are_brought_to_one_form() -> None:
 
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().n = 2  # type: ignore[misc]
+        SamplingParams().n = 2

@@ -1,4 +1,7 @@
-"""Prefill in pieces of 1, 2, 3 and 17 tokens, then decode, against whole runs of the reference."""
+"""Prefill in pieces of 1, 2, 3 and 17 tokens, then decode, against whole runs of the reference.
+
+`cached_checks.check_cached_run` holds the assertions: logits of every piece and window, within the tolerance.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""jax.grad of the next-token loss is finite and agrees with torch's backward pass through the reference."""
+"""jax.grad of the next-token loss is finite and agrees with torch's backward pass through the reference.
+
+`gradient_checks.check_gradients` holds the assertions, one for each trunk parameter.
+"""
 
 from pathlib import Path
 

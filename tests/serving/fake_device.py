@@ -113,7 +113,7 @@ class FakeDevice:
 
     # --- rows ---------------------------------------------------------------------------------------
 
-    def _prefill_row(self, batch, i, cu, before, written, out) -> None:  # type: ignore[no-untyped-def]
+    def _prefill_row(self, batch, i, cu, before, written, out) -> None:
         part, start = slice(cu[i], cu[i + 1]), int(batch.row_starts[i])
         chunk = batch.tokens[part].tolist()
         assert chunk and (batch.row_of_token[part] == i).all()
@@ -146,7 +146,7 @@ class FakeDevice:
         for position in range(start, start + len(chunk)):
             self._write(self.mtp, table, tokens[: position + 1])
 
-    def _decode_row(self, batch, i, out) -> None:  # type: ignore[no-untyped-def]
+    def _decode_row(self, batch, i, out) -> None:
         row = self.rows[int(batch.request_slots[i])]
         slot, table, limit = int(batch.state_slots[i]), batch.block_tables[i], int(batch.limits[i])
         committed = self.states[slot]
@@ -196,7 +196,7 @@ class FakeDevice:
         assert block >= 0, f"position {position} has no block"
         return block, position % self.block_size
 
-    def _draw(self, tokens, batch, i, offset, out) -> int:  # type: ignore[no-untyped-def]
+    def _draw(self, tokens, batch, i, offset, out) -> int:
         seed = 0 if batch.sampling.temperature[i] == 0 else int(batch.sampling.seeds[i]) + 1
         token = self.next_token(tokens, seed + int(batch.sampling.choices[i]))
         out["positions"][i, offset] = len(tokens) - 1
@@ -209,7 +209,7 @@ class FakeDevice:
             out["healthy"][i] = False
         return token
 
-    def _drafts(self, tokens, batch, i) -> list[int]:  # type: ignore[no-untyped-def]
+    def _drafts(self, tokens, batch, i) -> list[int]:
         drafts: list[int] = []
         for _ in range(self.window - 1):
             seed = 0 if batch.sampling.temperature[i] == 0 else int(batch.sampling.seeds[i]) + 1
@@ -232,10 +232,10 @@ class FakeDevice:
         """A position stands in for the hidden state there, so that log-probabilities can tell it."""
         positions = out.pop("positions")
         logprobs = _logprobs(out["tokens"], positions)
-        return StepOutput(starts=None, logprobs=logprobs, hidden=hidden, **out)  # type: ignore[arg-type]
+        return StepOutput(starts=None, logprobs=logprobs, hidden=hidden, **out)
 
     def _count(self, phase: str, array: object) -> None:
-        self.shapes.add((phase, np.shape(array)[0]))  # type: ignore[arg-type]
+        self.shapes.add((phase, np.shape(array)[0]))
         self.steps += 1
         time.sleep(self.pause_s)
         if self.steps == self.fail_at:
@@ -257,4 +257,4 @@ def logprob_of(token: int, position: int) -> float:
 def _logprobs(tokens: np.ndarray, positions: np.ndarray) -> Logprobs:
     values = -(1.0 + tokens + 1000.0 * positions)
     best = np.broadcast_to(np.arange(20), (*tokens.shape, 20))
-    return Logprobs(values, np.ones(tokens.shape, int), best, -1.0 - best)  # type: ignore[arg-type]
+    return Logprobs(values, np.ones(tokens.shape, int), best, -1.0 - best)

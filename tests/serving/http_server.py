@@ -29,14 +29,14 @@ class TextDevice(FakeDevice):
             # Prompts in these tests end in the assistant marker, which no answer contains.
             marker = len(tokens) - 1 - list(tokens[::-1]).index(TOKENIZER.id_of("<|assistant|>"))
             done = len(tokens) - 1 - marker
-            return ids[done] if done < len(ids) else EOS  # type: ignore[return-value]
+            return ids[done] if done < len(ids) else EOS
 
         super().__init__(8, next_token)
         self.pause_s = pause_s
 
 
 def engine_thread(device: FakeDevice, **limits: Any) -> EngineThread:
-    config = EngineConfig(**{"block_size": 8, "snapshot_spacing": 64, "max_num_seqs": 4, **limits})  # type: ignore[arg-type]
+    config = EngineConfig(**{"block_size": 8, "snapshot_spacing": 64, "max_num_seqs": 4, **limits})
     thread = EngineThread(Engine(weightless_model(), config, runner=device))
     thread.start()
     return thread
@@ -47,7 +47,7 @@ def application(thread: EngineThread, *, api_key: str | None = None, **options: 
         engine=AsyncEngine(thread),
         names=("fake", "alias"),
         chat_template=TOKENIZER.chat_template,
-        **{"sampling_defaults": {"temperature": 0.0}, "prompt_tokens_details": True, **options},  # type: ignore[arg-type]
+        **{"sampling_defaults": {"temperature": 0.0}, "prompt_tokens_details": True, **options},
     )
     return create_app(service, api_key)
 

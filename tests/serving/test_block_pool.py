@@ -25,7 +25,7 @@ def test_taking_is_all_or_nothing() -> None:
     pool = BlockPool(3)
     assert pool.take(4) is None and pool.available == 3
     assert pool.take(0) == ([], [])
-    first, evicted = pool.take(2)  # type: ignore[misc]
+    first, evicted = pool.take(2)
     assert len({*first}) == 2 and evicted == []
     assert pool.take(2) is None and pool.available == 1
     pool.check()
@@ -36,9 +36,9 @@ def test_a_released_block_stays_readable_until_it_is_needed() -> None:
     pool.release(blocks)
     assert pool.available == 3 and pool.cached == 2
     assert [pool.find(content) for content in hashes(0, 1)] == blocks
-    (blank,), evicted = pool.take(1)  # type: ignore[misc]
+    (blank,), evicted = pool.take(1)
     assert blank not in blocks and evicted == []  # blank blocks go first
-    (_,), evicted = pool.take(1)  # type: ignore[misc]
+    (_,), evicted = pool.take(1)
     assert evicted == hashes(1) and pool.find(hashes(1)[0]) is None
     assert pool.evictions == 1
     pool.check()
@@ -48,7 +48,7 @@ def test_the_end_of_a_sequence_is_given_up_first_and_the_oldest_sequence_before_
     pool, blocks = filled(6, 6)
     pool.release(blocks[:3])  # one sequence
     pool.release(blocks[3:])  # a later one
-    _, evicted = pool.take(6)  # type: ignore[misc]
+    _, evicted = pool.take(6)
     assert evicted == hashes(2, 1, 0, 5, 4, 3)
 
 
@@ -57,7 +57,7 @@ def test_holding_saves_a_block_and_makes_it_young() -> None:
     pool.release(blocks)
     pool.hold(blocks[2:])
     assert pool.available == 2
-    taken, evicted = pool.take(2)  # type: ignore[misc]
+    taken, evicted = pool.take(2)
     assert evicted == hashes(1, 0) and pool.take(1) is None
     pool.release(taken)
     pool.release(blocks[2:])

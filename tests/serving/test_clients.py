@@ -42,9 +42,9 @@ def test_models(client: openai.OpenAI) -> None:
 
 def test_chat(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    whole = client.chat.completions.create(model="fake", messages=messages)  # type: ignore[arg-type, call-overload]
+    whole = client.chat.completions.create(model="fake", messages=messages)
     assert whole.choices[0].message.content == TEXT and whole.choices[0].finish_reason == "stop"
-    stream = client.chat.completions.create(  # type: ignore[call-overload]
+    stream = client.chat.completions.create(
         model="fake", messages=messages, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)

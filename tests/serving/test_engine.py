@@ -49,7 +49,7 @@ def says(text: str) -> NextToken:
     def next_token(tokens: Sequence[int], _: int) -> int:
         start = len(TOKENIZER.encode("prompt"))
         done = len(tokens) - start
-        return ids[done] if done < len(ids) else EOS  # type: ignore[return-value]
+        return ids[done] if done < len(ids) else EOS
 
     return next_token
 
@@ -221,7 +221,7 @@ def test_the_answer_fills_the_context_at_most() -> None:
 def test_bad_prompts_change_nothing(prompt: object, message: str) -> None:
     made, _ = engine(max_model_len=32)
     with pytest.raises(RequestError, match=message):
-        made.submit(prompt)  # type: ignore[arg-type]
+        made.submit(prompt)
     assert_idle(made)
 
 

@@ -32,7 +32,7 @@ def engine(drafts: int) -> Engine:
 
 
 def guided(structure: dict, **changes: object) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=200, structured_outputs=structure, **changes)  # type: ignore[arg-type]
+    return SamplingParams(temperature=0, max_tokens=200, structured_outputs=structure, **changes)
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3])
@@ -100,7 +100,7 @@ def test_grammars_that_do_not_compile(structure: dict) -> None:
 @pytest.mark.parametrize("structure", [{}, {"json": {}, "regex": "a"}, {"yaml": 1}, "json"])
 def test_exactly_one_structure(structure: object) -> None:
     with pytest.raises(RequestError, match="exactly one of"):
-        SamplingParams(structured_outputs=structure)  # type: ignore[arg-type]
+        SamplingParams(structured_outputs=structure)
 
 
 def test_no_tokenizer_no_grammar() -> None:

@@ -29,7 +29,7 @@ def call(
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(application(thread, **(app_options or {})))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
-            return await client.request(method, path, **request)  # type: ignore[arg-type]
+            return await client.request(method, path, **request)
 
     return asyncio.run(send())
 

@@ -62,7 +62,7 @@ def test_b05_rows_of_a_batch_keep_apart() -> None:
     made, device = made_for(3, True, block_size=16, snapshot_spacing=16)
     plans: list[Plan] = []
     schedule = made._scheduler.schedule
-    made._scheduler.schedule = lambda **how: plans.append(schedule(**how)) or plans[-1]  # type: ignore[method-assign,func-returns-value,return-value]
+    made._scheduler.schedule = lambda **how: plans.append(schedule(**how)) or plans[-1]
     requests = [made.submit([i] * (5 + 9 * i), greedy(33)) for i in range(4)]
     run(made)
     assert [r.token_ids for r in requests] == [answer_to([i] * (5 + 9 * i), 33) for i in range(4)]

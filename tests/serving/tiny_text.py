@@ -64,7 +64,7 @@ def config(**changes: object) -> Config:
             "eos_token_id": [EOS],
         }
     )
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(made, **changes)
 
 
 class Weightless(NamedTuple):
