@@ -17,7 +17,7 @@ import numpy as np
 from glm_jax.config import Config
 from glm_jax.params import Params
 from glm_jax.sampling_params import MOST_LOGPROBS, SamplingParams
-from glm_jax.steps import StepOutput
+from glm_jax.steps import DecodeBatch, PrefillBatch, StepOutput
 from glm_jax.tokenizer import Tokenizer
 from serving import batches
 from serving.block_pool import BlockPool
@@ -200,15 +200,21 @@ class Engine:
             self.step()
 
     def warm_up(self) -> int:
-        """Compiles every program that requests can need, by running each on padding. Returns how many."""
-        for tokens in self._token_buckets:
-            output = self._runner.prefill(batches.prefill_batch((), self._scheduler, tokens))
-            self._prompt_logprobs(output, np.zeros(tokens, np.int32))
-        for rows in self._row_buckets:
-            output = self._runner.decode(batches.decode_batch((), self._scheduler, rows))
+        """Compiles every program that requests can need, and runs each on padding. Returns how many."""
+        prefills, decodes = self.padding_batches()
+        self._runner.compile(prefills, decodes)
+        for tokens, batch in zip(self._token_buckets, prefills, strict=True):
+            self._prompt_logprobs(self._runner.prefill(batch), np.zeros(tokens, np.int32))
+        for windows in decodes:
+            output = self._runner.decode(windows)
         self._runner.write_sampler_row(0, tables_of(None, self._eos, self._vocab_size))
         np.asarray(output.counts)  # waits for the device
         return 2 * len(self._token_buckets) + len(self._row_buckets) + 1
+
+    def padding_batches(self) -> tuple[list[PrefillBatch], list[DecodeBatch]]:
+        """Empty batches of every shape that steps have."""
+        prefills = [batches.prefill_batch((), self._scheduler, tokens) for tokens in self._token_buckets]
+        return prefills, [batches.decode_batch((), self._scheduler, rows) for rows in self._row_buckets]
 
     def stats(self) -> dict[str, float]:
         """Counts since the start, and what is held now."""

@@ -3,6 +3,10 @@
 Everything above it works on numpy arrays; everything below is jit. One thread may use it.
 """
 
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,11 +21,16 @@ from glm_jax.params import Params
 from glm_jax.sampling import GrammarMask, Logprobs
 from glm_jax.steps import DecodeBatch, PrefillBatch, StepOutput
 
+# XLA works on one program with several threads at times, and a program takes some GB of host memory.
+_MOST_AT_ONCE = 8
+
 
 class Runner(Protocol):
     """What the engine needs of a device. Steps are dispatched in order; an output is read when needed."""
 
     window: int
+
+    def compile(self, prefills: Sequence[PrefillBatch], decodes: Sequence[DecodeBatch]) -> list[float]: ...
 
     def prefill(self, batch: PrefillBatch) -> StepOutput: ...
 
@@ -60,15 +69,29 @@ class ModelRunner:
         self._words = -(-config.vocab_size // 32)
         self._neutral: dict[tuple[int, int], GrammarMask] = {}
 
+    def compile(self, prefills: Sequence[PrefillBatch], decodes: Sequence[DecodeBatch]) -> list[float]:
+        """Compiles the steps for batches of these shapes, several at once; running one compiles nothing more.
+
+        Returns the seconds that each took, beside the others.
+        """
+        calls = [(self._steps.prefill, self._with_mask(batch, 1)) for batch in prefills]
+        calls += [(self._steps.decode, self._with_mask(batch, self.window)) for batch in decodes]
+
+        def seconds(call: Any) -> float:
+            step, batch = call
+            begin = time.perf_counter()
+            step.lower(self._params, self._cache, batch).compile()
+            return time.perf_counter() - begin
+
+        with ThreadPoolExecutor(min(_MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+            return list(pool.map(seconds, calls))
+
     def prefill(self, batch: PrefillBatch) -> StepOutput:
-        if batch.grammar is None:
-            batch = replace(batch, grammar=self._unguided(batch.request_slots.shape[0], 1))
-        output, self._cache = self._steps.prefill(self._params, self._cache, batch)
+        output, self._cache = self._steps.prefill(self._params, self._cache, self._with_mask(batch, 1))
         return output
 
     def decode(self, batch: DecodeBatch) -> StepOutput:
-        if batch.grammar is None:
-            batch = replace(batch, grammar=self._unguided(batch.request_slots.shape[0], self.window))
+        batch = self._with_mask(batch, self.window)
         output, self._cache = self._steps.decode(self._params, self._cache, batch)
         return output
 
@@ -77,6 +100,11 @@ class ModelRunner:
 
     def write_sampler_row(self, row: int, tables: SamplerTables) -> None:
         self._cache = self._steps.write_sampler_row(self._cache, row, tables)
+
+    def _with_mask(self, batch: Any, window: int) -> Any:
+        if batch.grammar is not None:
+            return batch
+        return replace(batch, grammar=self._unguided(batch.request_slots.shape[0], window))
 
     def _unguided(self, rows: int, window: int) -> GrammarMask:
         """A mask that is never read; kept on the device, so that a step without guidance uploads none."""

@@ -14,12 +14,10 @@ import numpy as np
 from benchmarks.engine.device_time import kernel_seconds
 from benchmarks.engine.model import cut_config, random_model
 from benchmarks.kernels.harness import Harness, Row, table, write
-from glm_jax.sampling_params import MOST_LOGPROBS, SamplingParams
-from serving import batches
+from glm_jax import compiled_steps
+from glm_jax.sampling_params import SamplingParams
 from serving.engine import Engine
 from serving.engine_config import EngineConfig
-from serving.memory_plan import geometry
-from serving.model_runner import ModelRunner
 
 STEPS = 20
 
@@ -41,33 +39,30 @@ class Bench:
         limits = EngineConfig(
             max_model_len=2 * self.context, max_num_seqs=seqs, max_num_batched_tokens=tokens,
             num_gpu_blocks_override=(seqs + 1) * 2 * self.context // 64,
+            num_state_slots_override=3 * seqs + 8,
             speculative_config={"method": "mtp", "num_speculative_tokens": drafts},
         )  # fmt: skip
-        # the engine plans for itself; this only fixes the kernels' implementation in a rehearsal
-        slots = 3 * seqs + 8
-        sizes = geometry(self.model.params, limits, (seqs + 1) * 2 * self.context // 64, slots)
-        runner = ModelRunner(self.model.params, self.config, sizes, top_logprobs=MOST_LOGPROBS)
-        return Engine(self.model, limits, runner=runner)
+        return Engine(self.model, limits)
 
     def compile_all(self, engine: Engine, label: str) -> None:
-        """Time of every bucket's program, as the server's warm-up does it."""
-        scheduler, runner = engine._scheduler, engine._runner
-        for tokens in engine._token_buckets:
-            begin = time.perf_counter()
-            jax.block_until_ready(runner.prefill(batches.prefill_batch((), scheduler, tokens)))
-            self.add(f"compile {label}: prefill {tokens} tokens", time.perf_counter() - begin, "s")
-        for rows in engine._row_buckets:
-            begin = time.perf_counter()
-            jax.block_until_ready(runner.decode(batches.decode_batch((), scheduler, rows)))
-            self.add(f"compile {label}: decode {rows} rows", time.perf_counter() - begin, "s")
+        """Time of every bucket's program, compiled several at once as the server's warm-up does it."""
+        prefills, decodes = engine.padding_batches()
+        names = [f"prefill {batch.tokens.shape[0]} tokens" for batch in prefills]
+        names += [f"decode {batch.request_slots.shape[0]} rows" for batch in decodes]
+        begin = time.perf_counter()
+        seconds = engine._runner.compile(prefills, decodes)
+        self.add(f"compile all {len(names)} programs, {label}", time.perf_counter() - begin, "s")
+        for name, took in zip(names, seconds, strict=True):
+            self.add(f"compile {name}, {label}", took, "s")
 
-    def decode(self, drafts: int, rows: int) -> float:
+    def decode(self, engine: Engine, drafts: int, rows: int) -> float:
         """Milliseconds of an engine step with `rows` decoding answers, everything included."""
-        engine = self.engine(drafts, rows, max(rows * 8, 64 if self.tiny else 8192))
         rng = np.random.default_rng(0)
         sampling = SamplingParams(temperature=0, max_tokens=self.context - 64, ignore_eos=True)
-        for _ in range(rows):
+        requests = [
             engine.submit(rng.integers(0, self.config.vocab_size, self.context // 2).tolist(), sampling)
+            for _ in range(rows)
+        ]
         while engine._scheduler.waiting or any(not a.placement.decoding for a in engine._scheduler.running):
             engine.step()
         for _ in range(5):
@@ -91,16 +86,18 @@ class Bench:
             self.add(f"decode overhead over kernels, {rows} rows, {drafts} drafts", overhead, "%", target=15)
             for name, seconds in by_name.most_common(24):
                 print(f"  {seconds / STEPS * 1e3:8.3f} ms  {name[:100]}")
+        for request in requests:
+            engine.abort(request)
+        engine.run_until_idle()
         return wall * 1e3
 
-    def prefill(self, tokens: int) -> None:
-        engine = self.engine(0, 4, tokens)
-        rng = np.random.default_rng(0)
+    def prefill(self, engine: Engine, tokens: int) -> None:
+        rng = np.random.default_rng(1)
         sampling = SamplingParams(temperature=0, max_tokens=1)
-        prompts = [rng.integers(0, self.config.vocab_size, self.context).tolist() for _ in range(8)]
-        for run in range(2):  # the first compiles
+        for _ in range(2):
+            prompts = [rng.integers(0, self.config.vocab_size, self.context).tolist() for _ in range(4)]
             begin = time.perf_counter()
-            for prompt in prompts[4 * run : 4 * run + 4]:
+            for prompt in prompts:
                 engine.submit(prompt, sampling)
             engine.run_until_idle()
             seconds = time.perf_counter() - begin
@@ -111,18 +108,21 @@ class Bench:
         cold = tempfile.mkdtemp()
         jax.config.update("jax_compilation_cache_dir", cold)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        rows = (1, 2) if self.tiny else (1, 32, 64)
+        rows = (1, 2, 3) if self.tiny else (1, 32, 64)
         chunk = 64 if self.tiny else 8192
         for label in ("cold", "from the persistent cache"):
             jax.clear_caches()
-            from glm_jax import compiled_steps
-
             compiled_steps._single_device.cache_clear()
-            self.compile_all(self.engine(0, rows[1], chunk), label)
-        plain = {n: self.decode(0, n) for n in rows}
-        drafted = self.decode(3, rows[1])
+            engine = self.engine(0, rows[-1], chunk)
+            self.compile_all(engine, label)
+        engine.warm_up()
+        plain = {n: self.decode(engine, 0, n) for n in rows}
+        self.prefill(engine, chunk)
+        drafting = self.engine(3, rows[1], chunk)
+        self.compile_all(drafting, "3 drafts, cold")
+        drafting.warm_up()
+        drafted = self.decode(drafting, 3, rows[1])
         self.add(f"a step with 3 drafts over one without, {rows[1]} rows", drafted / plain[rows[1]], "x")
-        self.prefill(chunk)
 
 
 def main() -> None:

@@ -44,7 +44,8 @@ def cut_config(layers: int, *, tiny: bool = False) -> Config:
 def random_model(config: Config) -> Any:
     """What the engine reads of a model: `config`, `params` and no tokenizer."""
     leaves, structure = jax.tree.flatten(abstract(config), is_leaf=is_spec)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+    # XLA's own generator: several times as fast as threefry, and only this device need know the numbers
+    keys = jax.random.split(jax.random.key(0, impl="unsafe_rbg"), len(leaves))
     made = [_leaf(spec, key) for spec, key in zip(leaves, keys, strict=True)]
     params: Params = jax.tree.unflatten(structure, made)
     return SimpleNamespace(config=config, params=params, tokenizer=None)
@@ -56,9 +57,28 @@ def _leaf(spec: Any, key: jax.Array) -> Any:
     dtype = jnp.float32 if spec.float32_island else jnp.bfloat16
     if not spec.block_scaled:
         return _normal(key, spec.shape, dtype, spec.shape[-1] ** -0.5)
-    values = _normal(key, spec.shape, jnp.float8_e4m3fn, 64.0)
+    values = _uniform8(key, spec.shape)
     blocks = (*spec.shape[:-2], *(-(-n // 128) for n in spec.shape[-2:]))
-    return BlockScaled(values, jnp.full(blocks, spec.shape[-1] ** -0.5 / 64.0, jnp.float32))
+    return BlockScaled(values, jnp.full(blocks, spec.shape[-1] ** -0.5 / 73.6, jnp.float32))
+
+
+def _uniform8(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Integers of -127 to 127 rounded to float8: standard deviation 73.6, and one random byte each.
+
+    Normal numbers took 35 s on an H200 for the 15e9 weights of one MoE layer and MTP's.
+    """
+    size = math.prod(shape)
+    lead = shape[0] if len(shape) > 2 and size > ROWS_AT_ONCE else 1
+
+    @jax.jit
+    def draw(keys: jax.Array) -> jax.Array:
+        def one(key: jax.Array) -> jax.Array:
+            bits = jax.random.bits(key, (size // lead,), jnp.uint8)
+            return jax.lax.bitcast_convert_type(bits, jnp.int8).astype(jnp.bfloat16).astype(jnp.float8_e4m3fn)
+
+        return jax.lax.map(one, keys)
+
+    return draw(jax.random.split(key, lead)).reshape(shape)
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:

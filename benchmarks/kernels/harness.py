@@ -1,8 +1,8 @@
 """Measures time on the device, the device's own rates, and peers; makes the rows of a results file.
 
-A kernel's time is that of a program of dependent repeats, less what an empty program takes, over the
-repeats: neither launch nor Python is in it. Floors come from the copy bandwidth and the matrix-product rate
-of the same run.
+A kernel's time is how much longer a program of many dependent repeats takes than one of a single repeat:
+neither launch nor Python is in it. The latter's time, from Python to its end, is the call's. Floors come from
+the copy bandwidth and the matrix-product rate of the same run.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import numpy as np
 
 Row = dict[str, Any]
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "results"
-_COLUMNS = ("name", "value", "unit", "floor", "target", "peer", "peer_value", "error")
+_COLUMNS = ("name", "value", "unit", "call", "floor", "target", "peer", "peer_value", "error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Harness:
         self.tiny = tiny
         self.implementation = "interpret" if tiny else "triton"
         self.device = jax.devices()[0].device_kind
-        self.trials = 1 if tiny else 5
+        self.trials = 1 if tiny else 10
 
     def size(self, full: int, tiny: int) -> int:
         """A dimension of the released model, or a small one in a rehearsal."""
@@ -54,23 +54,26 @@ class Harness:
 
     def seconds(self, step: Callable[..., Any], carry: Any, *constants: Any, repeats: int = 10) -> float:
         """Device seconds of `carry = step(carry, *constants)`; carry keeps its shapes and dtypes."""
-        repeats = 1 if self.tiny else repeats
+        return self.timing(step, carry, *constants, repeats=repeats)[0]
 
+    def timing(
+        self, step: Callable[..., Any], carry: Any, *constants: Any, repeats: int = 10
+    ) -> tuple[float, float]:
+        """(Device seconds of `carry = step(carry, *constants)`, seconds of one call from Python)."""
+        lengths = (1, 2) if self.tiny else (1, 1 + repeats)
+        short, long = (self._chain_seconds(step, n, carry, *constants) for n in lengths)
+        return max(long - short, 0.0) / (lengths[1] - 1), short
+
+    def _chain_seconds(self, step: Callable[..., Any], length: int, carry: Any, *constants: Any) -> float:
         @jax.jit
         def chain(carry: Any, *constants: Any) -> Any:
-            for _ in range(repeats):
+            for _ in range(length):
                 # the barrier keeps XLA from fusing repeats: ten doublings of an array became one pass
                 carry = jax.lax.optimization_barrier(step(carry, *constants))
             return carry
 
         run = chain.lower(carry, *constants).compile()
-        best = self._best(lambda: jax.block_until_ready(run(carry, *constants)), self.trials)
-        return max(best - self.launch_s, 0.0) / repeats
-
-    def call_seconds(self, function: Callable[..., Any], *arguments: Any) -> float:
-        """Seconds of one call from Python to the end of its device work."""
-        run = jax.jit(function).lower(*arguments).compile()
-        return self._best(lambda: jax.block_until_ready(run(*arguments)), self.trials)
+        return self._best(lambda: jax.block_until_ready(run(carry, *constants)), self.trials)
 
     def _best(self, call: Callable[[], Any], trials: int) -> float:
         call()
@@ -142,6 +145,7 @@ class Harness:
         *,
         unit: str = "us",
         better: str = "lower",
+        call: float | None = None,
         floor: float | None = None,
         target: float | None = None,
         peer: str | None = None,
@@ -151,8 +155,8 @@ class Harness:
         """One row of a results file; what is None is left out. Times are given in `unit`, like all values."""
         if peer_value is None:
             peer = None
-        row = {"name": name, "value": value, "unit": unit, "better": better, "floor": floor, "target": target}
-        row |= {"peer": peer, "peer_value": peer_value, "error": error}
+        row = {"name": name, "value": value, "unit": unit, "better": better, "call": call, "floor": floor}
+        row |= {"target": target, "peer": peer, "peer_value": peer_value, "error": error}
         row |= {"device": self.device, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
         return {
             key: float(f"{v:.5g}") if isinstance(v, float) else v for key, v in row.items() if v is not None

@@ -146,13 +146,22 @@ def test_any_life(life: int) -> None:
     print({k: v for k, v in engine.stats().items() if v})
 
 
-def test_nothing_compiles_after_warm_up() -> None:
-    engine = make(drafts=1)
-    engine.warm_up()
+def test_every_program_compiles_once_and_nothing_compiles_after_warm_up() -> None:
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration, **_: compiled.append(event) if "backend_compile" in event else None
     )
+    engine = make(drafts=1)
+    engine._runner.compile(*engine.padding_batches())
+    ahead = len(compiled)
+    prefills, decodes = engine.padding_batches()
+    for batch in prefills:
+        engine._runner.prefill(batch)
+    for batch in decodes:
+        engine._runner.decode(batch)
+    assert len(compiled) == ahead  # programs compiled ahead are those that run
+    engine.warm_up()
+    compiled.clear()
     sampling = SamplingParams(
         temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=3, prompt_logprobs=2,
         presence_penalty=0.5, min_tokens=3, logit_bias={3: 2.0}, top_p=0.9, top_k=20, min_p=0.01,

@@ -69,6 +69,7 @@ class FakeDevice:
         self.states: dict[int, tuple[int, ...]] = {}
         self.rows: dict[int, Row] = {}
         self.shapes: set[tuple[str, int]] = set()  # one compiled program each
+        self.compiled: set[tuple[str, int]] = set()  # before any step ran
         self.prefills: list[int] = []  # tokens of each prefill
         self.steps = 0
         self.fail_at: int | None = None
@@ -77,6 +78,11 @@ class FakeDevice:
         self.tables: list[tuple[int, SamplerTables]] = []  # what was written for which row
 
     # --- the runner's face --------------------------------------------------------------------------
+
+    def compile(self, prefills: Sequence[PrefillBatch], decodes: Sequence[DecodeBatch]) -> list[float]:
+        self.compiled = {("prefill", batch.tokens.shape[0]) for batch in prefills}
+        self.compiled |= {("decode", batch.request_slots.shape[0]) for batch in decodes}
+        return [0.0] * (len(prefills) + len(decodes))
 
     def prefill(self, batch: PrefillBatch) -> StepOutput:
         self._count("prefill", batch.tokens)

@@ -99,6 +99,7 @@ def test_no_shape_but_the_warmed_up_ones() -> None:
     made, runner = engine(max_num_batched_tokens=300, max_num_seqs=3)
     assert made.warm_up() == 3 + 3 + 3 + 1  # prefills, their prompt log-probabilities, decodes, tables
     warmed = set(runner.shapes)
+    assert runner.compiled == warmed
     assert warmed == {
         ("prefill", 64),
         ("prefill", 256),
