@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import sparse_mla_kernel, triton
-from pallas_kernels.sparse_mla_kernel import GROUP, LOG2_E
+from pallas_kernels.sparse_mla_kernel import LOG2_E
 
 _ROWS = 64
 
@@ -146,10 +146,8 @@ def _attend(
     real = token < tokens
     row = triton.load(row_ref.at[token], mask=real, other=-1)
     position = triton.load(position_ref.at[token], mask=real, other=-1)
-    piece = GROUP if scaled else dim
-    columns = tuple(start + jnp.arange(piece) for start in range(0, dim, piece))
-    safe_query = jnp.where(real, query, 0)
-    q_pieces = tuple(triton.load(q_ref.at[safe_query[:, None], column[None, :]]) for column in columns)
+    column = jnp.arange(dim)
+    q = triton.load(q_ref.at[jnp.where(real, query, 0)[:, None], column[None, :]])
     load_tile = sparse_mla_kernel.tile_loader(latents_ref, scales_ref, layer, dim)
 
     def attend_request(number: jax.Array, carry: tuple) -> tuple:
@@ -157,7 +155,6 @@ def _attend(
         last = jnp.where(of_row, position, -1).max()
 
         def cache_rows(tile: int | jax.Array) -> jax.Array:
-            # Past the last token, the last token's row stands in: its weight is zero, and it holds numbers.
             at = jnp.clip(tile * keys + jnp.arange(keys), 0, jnp.maximum(last, 0))
             return triton.load(tables_ref.at[number, at // block_size]) * block_size + at % block_size
 
@@ -174,15 +171,15 @@ def _attend(
                 bit = jnp.right_shift(word[:, None], (pool % 32)[None, :]) & 1
                 tail = at[None, :] >= ((position + 1) // kpool * kpool)[:, None]
                 visible &= (bit == 1) | tail
-            return sparse_mla_kernel.attend_tile(q_pieces, load_tile(cached), visible, scale, *sums), ahead
+            latents = load_tile(cached, at <= last)
+            some = tile * keys <= last
+            return sparse_mla_kernel.attend_tile(q, latents, visible, scale, some, *sums), ahead
 
         return jax.lax.fori_loop(0, (last + keys) // keys, body, (carry, cache_rows(0)))[0]
 
     first = jnp.where(row >= 0, row, 2**30).min()
-    start = sparse_mla_kernel.empty_sums(rows, q_pieces)
-    _, total, sums = jax.lax.fori_loop(first, row.max() + 1, attend_request, start)
+    start = sparse_mla_kernel.empty_sums(rows, dim)
+    _, total, acc = jax.lax.fori_loop(first, row.max() + 1, attend_request, start)
     some = total > 0
-    divisor = jnp.where(some, total, 1)[:, None]
-    for column, acc in zip(columns, sums, strict=True):
-        out = jnp.where(some[:, None], acc / divisor, 0)
-        triton.store(refs[-1].at[query[:, None], column[None, :]], out.astype(refs[-1].dtype))
+    out = jnp.where(some[:, None], acc / jnp.where(some, total, 1)[:, None], 0)
+    triton.store(refs[-1].at[query[:, None], column[None, :]], out.astype(refs[-1].dtype))

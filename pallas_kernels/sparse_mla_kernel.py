@@ -3,7 +3,8 @@
 One program holds one block of heads of one query and runs over one split of its keys. A tile of latents is
 gathered once and serves as keys and as values. The gather of a tile depends on row numbers that were read
 one tile earlier (`rows_ahead`): so it is no load through a load, and the compiler can keep several tiles
-in flight.
+in flight. Rows that are not there are gathered as zeros: their weight is zero, but zero times what lies in an
+unused row need not be zero.
 """
 
 import dataclasses
@@ -178,96 +179,91 @@ def _attend(
         column = begin + tile * keys + jnp.arange(keys)
         return triton.load(indices_ref.at[token, column], mask=column < width, other=-1)
 
-    # A row of the cache that this query may see stands in for the missing ones: their weight is zero, but
-    # zero times what lies in an unused row need not be zero.
-    def highest_row(tile: jax.Array, highest: jax.Array) -> jax.Array:
-        return jnp.maximum(highest, rows_at(tile).max())
-
-    stand_in = jax.lax.fori_loop(0, split_tiles, highest_row, jnp.int32(0))
     load_tile = tile_loader(latents_ref, scales_ref, layer, dim)
-    q_pieces = _load_query(q_ref, token, safe_head, dim, scales_ref is not None)
+    column = jnp.arange(dim)
+    q = triton.load(q_ref.at[token, safe_head[:, None], column[None, :]])
 
     def body(tile: jax.Array, carry: tuple) -> tuple:
-        largest, total, sums, rows = carry
+        *sums, rows = carry
         rows_ahead = rows_at(tile + 1)
         valid = rows >= 0
-        pieces = load_tile(jnp.where(valid, rows, stand_in))
-        return (*attend_tile(q_pieces, pieces, valid[None, :], scale, largest, total, sums), rows_ahead)
+        some = begin + tile * keys < width
+        return (*attend_tile(q, load_tile(rows, valid), valid[None, :], scale, some, *sums), rows_ahead)
 
-    piece = dim // len(q_pieces)
-    start = (*empty_sums(block, q_pieces), rows_at(0))
-    largest, total, sums, _ = jax.lax.fori_loop(0, split_tiles, body, start)
+    largest, total, acc, _ = jax.lax.fori_loop(0, split_tiles, body, (*empty_sums(block, dim), rows_at(0)))
     some = total > 0
-    divisor = jnp.where(some, total, 1)[:, None]
-    for number, acc in enumerate(sums):
-        out = jnp.where(some[:, None], acc / divisor, 0)
-        column = number * piece + jnp.arange(piece)
-        target = (
-            (token, part, head[:, None], column[None, :])
-            if split
-            else (token, head[:, None], column[None, :])
-        )
-        triton.store(out_refs[0].at[target], out.astype(out_refs[0].dtype), mask=is_head[:, None])
+    out = jnp.where(some[:, None], acc / jnp.where(some, total, 1)[:, None], 0)
+    target = (token, part) if split else (token,)
+    triton.store(
+        out_refs[0].at[(*target, head[:, None], column[None, :])],
+        out.astype(out_refs[0].dtype),
+        mask=is_head[:, None],
+    )
     if split:
         weight = jnp.where(some, largest + jnp.log2(jnp.where(some, total, 1)), -jnp.inf)
         triton.store(out_refs[1].at[token, part, head], weight, mask=is_head)
 
 
-def empty_sums(
-    block: int, q_pieces: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """(largest score, denominator, numerators) of a softmax over nothing."""
-    sums = tuple(jnp.zeros((block, q.shape[1]), jnp.float32) for q in q_pieces)
-    return jnp.full((block,), _LOWEST, jnp.float32), jnp.zeros((block,), jnp.float32), sums
+def empty_sums(block: int, dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(largest score, denominator, numerator) of a softmax over nothing."""
+    largest = jnp.full((block,), _LOWEST, jnp.float32)
+    return largest, jnp.zeros((block,), jnp.float32), jnp.zeros((block, dim), jnp.float32)
 
 
 def attend_tile(
-    q_pieces: tuple[jax.Array, ...],
-    pieces: tuple[jax.Array, ...],
+    q: jax.Array,
+    latents: jax.Array,
     valid: jax.Array,
     scale: float,
+    some: jax.Array,
     largest: jax.Array,
     total: jax.Array,
-    sums: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """A softmax's running sums, in powers of 2, after one more tile; valid broadcasts to [queries, keys]."""
-    scores = sum(triton.dot(q, latents, trans_b=True) for q, latents in zip(q_pieces, pieces, strict=True))
-    scores = jnp.where(valid, scores * scale, -jnp.inf)
-    new_largest = jnp.maximum(largest, scores.max(axis=1))
-    fade = jnp.exp2(largest - new_largest)
-    weights = jnp.exp2(scores - new_largest[:, None])
-    total = total * fade + weights.sum(axis=1)
-    weights = weights.astype(pieces[0].dtype)
-    sums = tuple(
-        acc * fade[:, None] + triton.dot(weights, latents) for acc, latents in zip(sums, pieces, strict=True)
-    )
-    return new_largest, total, sums
+    acc: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A softmax's running sums, in powers of 2, after one more tile; valid broadcasts to [queries, keys].
 
+    some: a scalar, False only where no key of the tile is valid. The weights are found under this condition
+    because of the scores: where Triton sees a product flow into another one, it divides its rows alone among
+    the warps, and with 64 rows half of 8 warps would repeat what the others do. It does not look into a
+    condition, so the warps divide the keys too.
+    """
+    scores = triton.dot(q, latents, trans_b=True)
 
-def _load_query(
-    q_ref: Any, token: jax.Array, head: jax.Array, dim: int, in_pieces: bool
-) -> tuple[jax.Array, ...]:
-    piece = GROUP if in_pieces else dim
-    columns = (start + jnp.arange(piece) for start in range(0, dim, piece))
-    return tuple(triton.load(q_ref.at[token, head[:, None], column[None, :]]) for column in columns)
+    def weigh(scores: jax.Array) -> tuple[jax.Array, ...]:
+        scores = jnp.where(valid, scores * scale, -jnp.inf)
+        new_largest = jnp.maximum(largest, scores.max(axis=1))
+        weights = jnp.exp2(scores - new_largest[:, None])
+        return new_largest, jnp.exp2(largest - new_largest), weights.astype(latents.dtype)
+
+    def skip(scores: jax.Array) -> tuple[jax.Array, ...]:
+        return largest, jnp.ones_like(largest), jnp.zeros_like(scores, latents.dtype)
+
+    new_largest, fade, weights = jax.lax.cond(some, weigh, skip, scores)
+    acc = acc * fade[:, None] + triton.dot(weights, latents)
+    # The weights as they were multiplied, and after the product, behind which their sum hides.
+    total = total * fade + weights.astype(jnp.float32).sum(axis=1)
+    return new_largest, total, acc
 
 
 def tile_loader(
     latents_ref: Any, scales_ref: Any, layer: jax.Array, dim: int
-) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
-    """Gathers rows of latents: whole, or dequantised in one piece for each group of channels."""
-    if scales_ref is None:
-        column = jnp.arange(dim)
-        return lambda rows: (triton.load(latents_ref.at[layer, rows[:, None], column[None, :]]),)
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Gathers rows [keys] of latents, dequantised if there are scales: [keys, dim], zeros if not valid."""
 
-    def load(rows: jax.Array) -> tuple[jax.Array, ...]:
-        pieces = []
-        for group in range(dim // GROUP):
-            column = group * GROUP + jnp.arange(GROUP)
-            values = triton.load(latents_ref.at[layer, rows[:, None], column[None, :]])
-            scale = triton.load(scales_ref.at[layer, rows, group])
-            pieces.append(values.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)[:, None])
-        return tuple(pieces)
+    def load(rows: jax.Array, valid: jax.Array) -> jax.Array:
+        if scales_ref is None:
+            column = jnp.arange(dim)
+            at = latents_ref.at[layer, rows[:, None], column[None, :]]
+            return triton.load(at, mask=valid[:, None], other=0.0)
+        # In three dimensions, so that a thread multiplies its values of one group by one scale.
+        group = jnp.arange(dim // GROUP)
+        column = group[:, None] * GROUP + jnp.arange(GROUP)[None, :]
+        at = latents_ref.at[layer, rows[:, None, None], column[None]]
+        values = triton.load(at, mask=valid[:, None, None], other=0.0)
+        at = scales_ref.at[layer, rows[:, None], group[None, :]]
+        scale = triton.load(at, mask=valid[:, None], other=0.0)
+        scaled = values.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)[:, :, None]
+        return scaled.reshape(rows.shape[0], dim)
 
     return load
 
