@@ -1,4 +1,4 @@
-"""Block-scaled float8 matmul on Pallas-Triton."""
+"""Block-scaled float8 matmul on a GPU: Pallas-Triton, or XLA's matmul of the dequantised weight."""
 
 import dataclasses
 from functools import partial
@@ -9,10 +9,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton
-from pallas_kernels.float8_blocks import BLOCK, FLOAT8, quantize_activations
+from pallas_kernels.float8_blocks import (
+    BLOCK,
+    FLOAT8,
+    dequantize_blocks,
+    quantize_activations,
+    round_activations,
+)
 from pallas_kernels.matmul_tile import (
     Tile,
-    load_scale,
+    block_of,
+    column_parts,
     quantize_rows,
     rocm_operands,
     tile_of_program,
@@ -24,10 +31,18 @@ _FEW_ROWS = 64  # up to here activations are quantised where they are loaded, el
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A tile, and the dtype as which float8 values are multiplied, one that holds them exactly."""
+    """A tile, and the dtype as which float8 values are multiplied, one that holds them exactly. tile None:
+    the weight is dequantised once and multiplied by XLA."""
 
-    tile: Tile
+    tile: Tile | None
     operands: str = "float8_e4m3fn"
+
+
+# NVIDIA's plan for quantised rows of more than `_FEW_ROWS`: up to 1,024, and above.
+_HOPPER = (
+    Plan(Tile(64, 128, BLOCK, 4, triton.Launch(4, 4))),
+    Plan(Tile(128, 256, BLOCK, 8, triton.Launch(16, 3))),
+)
 
 
 def supports(x: jax.Array, values: jax.Array) -> bool:
@@ -38,13 +53,17 @@ def supports(x: jax.Array, values: jax.Array) -> bool:
     )
 
 
-def cuda_plan(rows: int) -> Plan:
-    """Tiles for NVIDIA."""
+def cuda_plan(rows: int, quantized: bool) -> Plan:
+    """Tiles for NVIDIA. Rows that are not quantised keep the weight's products from being float8 ones: a
+    kernel then reaches 264 TFLOP/s on an H200, XLA's matmul of bfloat16 about 700, less the 4 more bytes of
+    memory traffic for every weight: they break even at some 200 rows."""
+    if rows <= 16:
+        return Plan(Tile(16, 32, BLOCK, 1, triton.Launch(4, 4)))
     if rows <= _FEW_ROWS:
-        return Plan(Tile(16 if rows <= 16 else 32, 32, BLOCK, 1, triton.Launch(4, 4)))
-    if rows <= 1024:
-        return Plan(Tile(64, 64, BLOCK, 4, triton.Launch(4, 4)))
-    return Plan(Tile(128, 128, BLOCK, 8, triton.Launch(8, 3)))
+        return Plan(Tile(32, 32, BLOCK, 1, triton.Launch(2, 5)))
+    if quantized:
+        return _HOPPER[rows > 1024]
+    return Plan(Tile(64, 64, BLOCK, 4, triton.Launch(4, 4)) if rows <= 256 else None)
 
 
 def rocm_plan(rows: int) -> Plan:
@@ -67,15 +86,18 @@ def block_scaled_matmul_triton(
     if plan is not None:
         return run(plan, x, values, scales)
     rows = x.shape[0]
+    cuda = cuda_plan(rows, quantized)
     if interpret:
-        return run(cuda_plan(rows), x, values, scales)
-    return triton.per_platform(run, x, values, scales, cuda=cuda_plan(rows), rocm=rocm_plan(rows))
+        return run(cuda, x, values, scales)
+    return triton.per_platform(run, x, values, scales, cuda=cuda, rocm=rocm_plan(rows))
 
 
 def _run(
     plan: Plan, x: jax.Array, values: jax.Array, scales: jax.Array, *, quantized: bool, interpret: bool
 ) -> jax.Array:
     tile = plan.tile
+    if tile is None:
+        return _dequantized_matmul(x, values, scales, quantized=quantized)
     rows, columns = x.shape[0], values.shape[0]
     early = quantized and rows > _FEW_ROWS
     dot_dtype = jnp.dtype(plan.operands if quantized else x.dtype)
@@ -97,6 +119,14 @@ def _run(
     )(*inputs.values())
 
 
+def _dequantized_matmul(x: jax.Array, values: jax.Array, scales: jax.Array, *, quantized: bool) -> jax.Array:
+    """XLA's product in x.dtype, to which either operand is rounded once more than in the kernel."""
+    rows = round_activations(x).astype(x.dtype) if quantized else x
+    # fused into the product, the dequantisation would keep XLA from its fastest matmul
+    weight = jax.lax.optimization_barrier(dequantize_blocks(values, scales, x.dtype))
+    return jnp.einsum("rc,oc->ro", rows, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
 def _kernel(names: tuple[str, ...], tile: Tile, dot_dtype: jnp.dtype, quantize: bool, *refs: Any) -> None:
     ref = dict(zip(names, refs, strict=True))
     rows, columns = ref["out"].shape
@@ -105,20 +135,24 @@ def _kernel(names: tuple[str, ...], tile: Tile, dot_dtype: jnp.dtype, quantize: 
     safe = jnp.minimum(index, rows - 1)
     column = column_tile * tile.columns
 
+    parts, width = column_parts(tile)
+
     def load_rows(start: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         values = ref["rows"][safe, pl.ds(start, tile.inner)]
         if quantize:
             return quantize_rows(values)
-        return values, ref["row_scales"][safe, start // BLOCK] if "row_scales" in ref else None
+        return values, ref["row_scales"][safe, block_of(start)] if "row_scales" in ref else None
 
-    def load_weights(start: jax.Array, _: int) -> tuple[jax.Array, jax.Array]:
-        values = ref["weights"][pl.ds(column, tile.columns), pl.ds(start, tile.inner)]
-        return values, load_scale(ref["weight_scales"], (), column, start, tile.columns)
+    def load_weights(start: jax.Array, part: int) -> tuple[jax.Array, jax.Array]:
+        first = column + part * width
+        values = ref["weights"][pl.ds(first, width), pl.ds(start, tile.inner)]
+        return values, ref["weight_scales"][block_of(first), block_of(start)]
 
     @pl.when(row_tile * tile.rows < rows)
     def _() -> None:
-        (result,) = tile_product(
-            tile, ref["rows"].shape[1], load_rows, load_weights, halves=1, dot_dtype=dot_dtype
+        results = tile_product(
+            tile, ref["rows"].shape[1], load_rows, load_weights, parts=parts, dot_dtype=dot_dtype
         )
-        place = (index[:, None], (column + jnp.arange(tile.columns))[None, :])
-        triton.store(ref["out"].at[place], result.astype(ref["out"].dtype), mask=index[:, None] < rows)
+        for part, result in enumerate(results):
+            place = (index[:, None], (column + part * width + jnp.arange(width))[None, :])
+            triton.store(ref["out"].at[place], result.astype(ref["out"].dtype), mask=index[:, None] < rows)

@@ -55,7 +55,8 @@ def quantize_activations(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     scales = _scales(jnp.abs(grouped).max(axis=-1))
     # One reciprocal a group, as in a kernel, where a division an element would cost more than the product.
     values = x.astype(accumulate) * _spread(1 / scales.astype(accumulate), channels, BLOCK)
-    return values.astype(FLOAT8), scales
+    # XLA drops a narrowing conversion that is widened at once, and with it the rounding.
+    return jax.lax.optimization_barrier((values.astype(FLOAT8), scales))
 
 
 def dequantize_activations(values: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:

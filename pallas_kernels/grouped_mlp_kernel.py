@@ -15,10 +15,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton
 from pallas_kernels.expert_tiles import ExpertTiles, expert_tiles
-from pallas_kernels.float8_blocks import BLOCK, FLOAT8, quantize_activations, round_activations
+from pallas_kernels.float8_blocks import BLOCK, FLOAT8, quantize_activations
 from pallas_kernels.matmul_tile import (
     Tile,
-    load_scale,
+    block_of,
+    column_parts,
     quantize_rows,
     rocm_operands,
     tile_of_program,
@@ -34,14 +35,11 @@ _SMALL_TILE = 32  # up to here rows are quantised where they are loaded, else on
 class Plan:
     """How the experts run on one platform. Both tiles have the same rows; the first one's columns are those
     of gate and of up. operands: the dtype as which float8 values are multiplied, one that holds them
-    exactly; rows that are quantised beforehand are stored in it. folded: the scales multiply the operands,
-    which become bfloat16, and not the partial products, so that the tensor cores keep the sums; it rounds
-    operands once more, by less than the result is rounded."""
+    exactly; rows that are quantised beforehand are stored in it."""
 
     gate_up: Tile
     down: Tile
     operands: str = "float8_e4m3fn"
-    folded: bool = False
 
 
 def supports(x: jax.Array, gate_up: Weight, down: Weight) -> bool:
@@ -56,17 +54,31 @@ def supports(x: jax.Array, gate_up: Weight, down: Weight) -> bool:
     )
 
 
-def cuda_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
+# NVIDIA's plans for quantised rows, by rows a tile; from 64 rows on Hopper multiplies float8 asynchronously.
+_HOPPER = {
+    64: Plan(
+        Tile(64, 128, BLOCK, 4, triton.Launch(num_warps=8, num_stages=3)),
+        Tile(64, 256, BLOCK, 4, triton.Launch(num_warps=8, num_stages=3)),
+    ),
+    128: Plan(
+        Tile(128, 128, BLOCK, 4, triton.Launch(num_warps=8, num_stages=3)),
+        Tile(128, 256, BLOCK, 4, triton.Launch(num_warps=16, num_stages=3)),
+    ),
+}
+
+
+def cuda_plan(choices: int, experts: int, inner: int, float8: bool, quantized: bool) -> Plan:
     """Tiles for NVIDIA: narrow ones stream weights for few rows, wide ones fill the tensor cores.
 
-    Measured on an H200 with float8 weights and rows: 32 tokens 1.14 ms with 128 columns, 1.18 with 64; 8192
-    tokens, gate and up, 9.5 ms with 64 rows and eight warps, 12.1 with 128 rows, which spill.
+    Measured on an H200 with float8 weights and rows: 32 tokens 1.14 ms with 128 columns, 1.18 with 64.
     """
     rows = _tile_rows(choices, experts)
     if rows <= _SMALL_TILE:
         columns = 32 if inner < 1024 else 128 if rows == 16 else 64
         launch = triton.Launch(num_warps=4, num_stages=3)
         return Plan(Tile(rows, columns, BLOCK, 1, launch), Tile(rows, max(64, columns), BLOCK, 1, launch))
+    if quantized:
+        return _HOPPER[rows]
     if float8:
         tile = Tile(64, 128, BLOCK, 4, triton.Launch(num_warps=8, num_stages=3))
         return Plan(tile, tile)
@@ -74,7 +86,7 @@ def cuda_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
     return Plan(tile, tile)
 
 
-def rocm_plan(choices: int, experts: int, inner: int, float8: bool) -> Plan:
+def rocm_plan(choices: int, experts: int) -> Plan:
     """Tiles for AMD: one stage, at most 64 KiB of LDS (gfx942's limit), 4 warps of 64 lanes."""
     rows = min(64, _tile_rows(choices, experts))
     launch = triton.Launch(num_warps=4, num_stages=1)
@@ -106,10 +118,11 @@ def grouped_mlp_triton(
     arrays: tuple[Any, ...] = (x, expert_ids, expert_weights, gate_up, down)
     if plan is not None:
         return run(plan, *arrays)
-    sizes = (expert_ids.size, gate_up[0].shape[0], gate_up[0].shape[2], gate_up[1] is not None)
+    sizes = expert_ids.size, gate_up[0].shape[0]
+    cuda = cuda_plan(*sizes, gate_up[0].shape[2], gate_up[1] is not None, quantize_activations)
     if interpret:
-        return run(cuda_plan(*sizes), *arrays)
-    return triton.per_platform(run, *arrays, cuda=cuda_plan(*sizes), rocm=rocm_plan(*sizes))
+        return run(cuda, *arrays)
+    return triton.per_platform(run, *arrays, cuda=cuda, rocm=rocm_plan(*sizes))
 
 
 def _run(
@@ -128,7 +141,7 @@ def _run(
         plan, x, expert_ids, gate_up, limit=limit, quantized=quantized, interpret=interpret
     )
     late = quantized and plan.down.rows <= _SMALL_TILE
-    product = Product(x.shape[1], _dot_dtype(plan, quantized), late, folded=plan.folded)
+    product = Product(x.shape[1], _dot_dtype(plan, quantized), late)
     out, _ = _expert_product(plan.down, hidden, down, product, tiles=tiles, interpret=interpret)
     rows = tiles.destinations.reshape(expert_ids.shape)
     return combine(out, rows, expert_weights, interpret=interpret)
@@ -148,6 +161,10 @@ def expert_hidden(
     experts, _, inner, _ = gate_up[0].shape
     tiles = expert_tiles(expert_ids.reshape(-1), experts, plan.gate_up.rows)
     early = quantized and plan.gate_up.rows > _SMALL_TILE
+    if early and plan.gate_up.columns != BLOCK:
+        raise ValueError(
+            f"one scale per {BLOCK} results: a tile of {plan.gate_up.columns} columns cannot give it"
+        )
     product = Product(
         inner,
         _dot_dtype(plan, quantized),
@@ -155,19 +172,16 @@ def expert_hidden(
         slots=expert_ids.shape[1],
         limit=limit,
         quantize_out=early,
-        folded=plan.folded,
     )
     rows: Weight = (x, None)
-    if early and plan.folded:
-        rows = round_activations(x).astype(product.dot_dtype), None
-    elif early:
+    if early:
         values, scales = quantize_activations(x)
         rows = values.astype(product.dot_dtype), scales
     return _expert_product(plan.gate_up, rows, gate_up, product, tiles=tiles, interpret=interpret), tiles
 
 
 def _dot_dtype(plan: Plan, quantized: bool) -> jnp.dtype:
-    return jnp.dtype(plan.operands if quantized and not plan.folded else jnp.bfloat16)
+    return jnp.dtype(plan.operands if quantized else jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +189,7 @@ class Product:
     """What one launch computes: `columns` results a row. quantize_rows: round rows to float8 as they are
     loaded. slots: rows are gathered, row = choice // slots, and weights are gate and up halves joined by the
     activation with `limit`; None: rows are those of the tiles. quantize_out: results become float8 values in
-    dot_dtype. folded: as in `Plan`; where rows are quantised, what is stored or multiplied is theirs by
-    then."""
+    dot_dtype."""
 
     columns: int
     dot_dtype: jnp.dtype
@@ -184,7 +197,6 @@ class Product:
     slots: int | None = None
     limit: float = 0.0
     quantize_out: bool = False
-    folded: bool = False
 
 
 def _expert_product(
@@ -199,7 +211,7 @@ def _expert_product(
     outputs = {
         "out": jax.ShapeDtypeStruct(shape, product.dot_dtype if product.quantize_out else jnp.bfloat16)
     }
-    if product.quantize_out and not product.folded:
+    if product.quantize_out:
         outputs["out_scales"] = jax.ShapeDtypeStruct((shape[0], shape[1] // BLOCK), jnp.float32)
     call = triton.pallas_call(
         partial(_expert_product_kernel, (*inputs, *outputs), tile, product),
@@ -230,46 +242,35 @@ def _expert_product_kernel(names: tuple[str, ...], tile: Tile, product: Product,
             # The source of a padding row is past the end: it computes the last token again, unused.
             index = jnp.minimum(ref["sources"][own_rows] // product.slots, ref["rows"].shape[0] - 1)
 
+        parts, width = (2, tile.columns) if gathers else column_parts(tile)
+
         def load_rows(start: jax.Array) -> tuple[jax.Array, jax.Array | None]:
             values = ref["rows"][index, pl.ds(start, tile.inner)]
             if product.quantize_rows:
-                values, scales = quantize_rows(values)
-                return (_scaled(values, scales[:, None]), None) if product.folded else (values, scales)
-            return values, ref["row_scales"][index, start // BLOCK] if "row_scales" in ref else None
+                return quantize_rows(values)
+            return values, ref["row_scales"][index, block_of(start)] if "row_scales" in ref else None
 
-        def load_weights(start: jax.Array, half: int) -> tuple[jax.Array, jax.Array | None]:
-            place = (expert, half) if gathers else (expert,)
-            values = ref["weights"][(*place, pl.ds(column, tile.columns), pl.ds(start, tile.inner))]
+        def load_weights(start: jax.Array, part: int) -> tuple[jax.Array, jax.Array | None]:
+            place, first = ((expert, part), column) if gathers else ((expert,), column + part * width)
+            values = ref["weights"][(*place, pl.ds(first, width), pl.ds(start, tile.inner))]
             if "weight_scales" not in ref:
                 return values, None
-            scale = load_scale(ref["weight_scales"], place, column, start, tile.columns)
-            if product.folded:
-                return _scaled(values, scale if scale.ndim == 0 else scale[:, None]), None
-            return values, scale
+            return values, ref["weight_scales"][(*place, block_of(first), block_of(start))]
 
         results = tile_product(
-            tile,
-            ref["rows"].shape[1],
-            load_rows,
-            load_weights,
-            halves=2 if gathers else 1,
-            dot_dtype=product.dot_dtype,
+            tile, ref["rows"].shape[1], load_rows, load_weights, parts=parts, dot_dtype=product.dot_dtype
         )
         # Rounded where the reference rounds: the products, then the activation.
-        out = results[0].astype(jnp.bfloat16)
+        outs = [result.astype(jnp.bfloat16) for result in results]
         if gathers:
-            out = clamped_swiglu(out, results[1].astype(jnp.bfloat16), product.limit)
-        if product.quantize_out:
-            out, scales = quantize_rows(out)
-            if product.folded:
-                out = _scaled(out, scales[:, None])
-            else:
-                ref["out_scales"][own_rows, column // BLOCK] = scales
-        ref["out"][own_rows, pl.ds(column, tile.columns)] = out.astype(ref["out"].dtype)
-
-
-def _scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
-    return (values.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+            gate, up = outs
+            outs = [clamped_swiglu(gate, up, product.limit)]
+        for part, out in enumerate(outs):
+            first = column + part * width
+            if product.quantize_out:
+                out, scales = quantize_rows(out)
+                ref["out_scales"][own_rows, block_of(first)] = scales
+            ref["out"][own_rows, pl.ds(first, width)] = out.astype(ref["out"].dtype)
 
 
 def combine(out: jax.Array, rows: jax.Array, weights: jax.Array, *, interpret: bool = False) -> jax.Array:

@@ -6,7 +6,7 @@ scales multiply a step's partial product: nothing is dequantised on the way in.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,13 @@ from pallas_kernels.float8_blocks import BLOCK, FLOAT8, INVERSE_MAX
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """rows x columns of the result, `inner` channels a step; `group` row tiles run side by side for the
-    cache's sake: programs in flight then share weights and rows. transposed: multiply weights by rows and
-    not rows by weights. Hopper's tensor cores take the left operand from registers, so weights that are
-    converted on the way need not pass through shared memory again."""
+    cache's sake: programs in flight then share weights and rows."""
 
     rows: int
     columns: int
     inner: int
     group: int
     launch: triton.Launch
-    transposed: bool = False
 
 
 def rocm_operands() -> str:
@@ -57,47 +54,42 @@ def tile_product(
     load_rows: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]],
     load_weights: Callable[[jax.Array, int], tuple[jax.Array, jax.Array | None]],
     *,
-    halves: int,
+    parts: int,
     dot_dtype: jnp.dtype,
 ) -> tuple[jax.Array, ...]:
-    """`halves` products [rows, columns] float32 of the same rows.
+    """`parts` products [rows, width] float32 of the same rows, at most 128 wide.
 
-    load_rows(start) -> ([rows, inner], scales [rows] or None); load_weights(start, half) -> ([columns,
-    inner], scale: a scalar or [columns] or None), both for channels start .. start + inner. Operands are cast
-    to dot_dtype, which must hold them exactly.
+    load_rows(start) -> ([rows, inner], scales [rows] or None); load_weights(start, part) -> ([width, inner],
+    their one scale or None), both for channels start .. start + inner. Operands are cast to dot_dtype, which
+    must hold them exactly.
     """
-
-    def spread(scales: jax.Array, is_left: bool) -> jax.Array:
-        """Scales of one operand's rows over the result; a scalar as it is."""
-        return scales if scales.ndim == 0 else scales[:, None] if is_left else scales[None, :]
+    # A step lies inside one block of 128 channels, few enough for sums inside the tensor core.
+    multiply = triton.float8_dot if dot_dtype == FLOAT8 else partial(triton.dot, trans_b=True)
 
     def step(i: jax.Array, accumulators: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         start = i * tile.inner
         rows, row_scales = load_rows(start)
         rows = rows.astype(dot_dtype)
         results = []
-        for half, accumulator in enumerate(accumulators):
-            weights, scale = load_weights(start, half)
-            weights = weights.astype(dot_dtype)
-            left, right = (weights, rows) if tile.transposed else (rows, weights)
-            product = triton.dot(left, right, trans_b=True)
+        for part, accumulator in enumerate(accumulators):
+            weights, scale = load_weights(start, part)
+            product = multiply(rows, weights.astype(dot_dtype))
             if scale is not None:
-                factor = spread(scale, tile.transposed)
-                if row_scales is not None:
-                    factor = spread(row_scales, not tile.transposed) * factor
-                product = product * factor
+                product = product * (scale if row_scales is None else (row_scales * scale)[:, None])
             results.append(accumulator + product)
         return tuple(results)
 
-    shape = (tile.columns, tile.rows) if tile.transposed else (tile.rows, tile.columns)
-    zeros = jnp.zeros(shape, jnp.float32)
-    results = jax.lax.fori_loop(0, channels // tile.inner, step, (zeros,) * halves)
-    return tuple(result.T for result in results) if tile.transposed else results
+    zeros = jnp.zeros((tile.rows, min(tile.columns, BLOCK)), jnp.float32)
+    return jax.lax.fori_loop(0, channels // tile.inner, step, (zeros,) * parts)
 
 
-def load_scale(scales: Any, index: tuple, column: jax.Array, start: jax.Array, columns: int) -> jax.Array:
-    """The weight scale of a [columns, inner] tile: a scalar inside one block, else [columns]."""
-    if columns <= BLOCK:
-        return scales[(*index, column // BLOCK, start // BLOCK)]
-    blocks = (column + jnp.arange(columns)) // BLOCK
-    return triton.load(scales.at[(*index, blocks, start // BLOCK)])
+def column_parts(tile: Tile) -> tuple[int, int]:
+    """(parts, their width) of a tile's columns: a part has one scale, and its partial product fits in
+    registers beside all sums."""
+    width = min(tile.columns, BLOCK)
+    return tile.columns // width, width
+
+
+def block_of(channel: jax.Array) -> jax.Array:
+    """The block of a channel or column; both are positive, which spares the rounding of `//`."""
+    return jax.lax.div(channel, jnp.int32(BLOCK))

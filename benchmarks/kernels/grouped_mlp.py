@@ -132,7 +132,7 @@ def hidden_seconds(harness: Harness, arrays: tuple, gate_up: Any, quantized: boo
     """Device seconds of layout, quantisation, gate and up with the activation."""
     if plan is None:
         experts, _, inner, _ = gate_up[0].shape
-        plan = grouped_mlp_kernel.cuda_plan(arrays[1].size, experts, inner, gate_up[1] is not None)
+        plan = grouped_mlp_kernel.cuda_plan(arrays[1].size, experts, inner, gate_up[1] is not None, quantized)
 
     def step(x: jax.Array, ids: jax.Array, gate_up: Any) -> jax.Array:
         (hidden, _), _ = grouped_mlp_kernel.expert_hidden(

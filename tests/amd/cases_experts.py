@@ -24,7 +24,7 @@ def struct(shape, dtype=jnp.float32):
 
 
 def experts(tokens: int, inner: int, float8: bool, quantized: bool, chip: str) -> Case:
-    plan = grouped_mlp_kernel.rocm_plan(tokens * SLOTS, EXPERTS, inner, float8)
+    plan = grouped_mlp_kernel.rocm_plan(tokens * SLOTS, EXPERTS)
     plan = dataclasses.replace(plan, operands=CHIPS[chip])
     dtype = jnp.float8_e4m3fn if float8 else jnp.bfloat16
     blocks = (DIM // 128, inner // 128)

@@ -107,6 +107,46 @@ def test_declaring_rows_moves_no_data():
     assert len(signatures) == 1
 
 
+def product(platform: str) -> str:
+    """The Triton IR of a float8 product of 64 x 128 x 128."""
+
+    def kernel(a_ref, b_ref, out_ref):
+        out_ref[...] = triton.float8_dot(a_ref[...], b_ref[...])
+
+    def run(a, b):
+        return triton.pallas_call(kernel, out_shape=shape(jnp.float32, 64, 128), grid=(1,), name="product")(
+            a, b
+        )
+
+    with target(platform):
+        (found,) = gate.lower(
+            gate.Case("product", run, (shape(FLOAT8, 64, 128), shape(FLOAT8, 128, 128))), platform
+        )
+    return found.text
+
+
+def test_float8_products_may_sum_in_the_tensor_core():
+    """Hopper's Triton makes asynchronous products of float8 under this attribute only."""
+    assert "maxNumImpreciseAcc = 128" in product("cuda")
+    assert "maxNumImpreciseAcc = 128" not in product("rocm")
+
+
+def test_float8_products():
+    """Against float64: exact products, sums of 128 of them in the tensor core's 14 bits or in float32."""
+    random = np.random.default_rng(0)
+    a, b = (jnp.asarray(random.normal(size=(n, 128)), FLOAT8) for n in (64, 128))
+
+    def kernel(a_ref, b_ref, out_ref):
+        out_ref[...] = triton.float8_dot(a_ref[...], b_ref[...])
+
+    run = triton.pallas_call(
+        kernel, out_shape=shape(jnp.float32, 64, 128), grid=(1,), interpret=INTERPRET, name="product"
+    )
+    wide = [np.asarray(x).astype(np.float64) for x in (a, b)]
+    tolerance = 1e-5 if INTERPRET else 2**-11 * 16  # the largest term is some 16
+    np.testing.assert_allclose(run(a, b), wide[0] @ wide[1].T, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("largest", [2**31, 0])
 def test_reads_are_the_same(largest: int, monkeypatch: pytest.MonkeyPatch):
     """On a GPU with the wide offsets forced upon every operand; the interpreter has no offsets."""
