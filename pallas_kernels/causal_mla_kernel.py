@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import sparse_mla_kernel, triton
 from pallas_kernels.sparse_mla_kernel import LOG2_E
@@ -20,15 +21,16 @@ _ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Query rows (tokens x heads) and keys of a program's tile, launch parameters."""
+    """Query rows (tokens x heads) and keys of a program's tile, launch parameters, whether for ROCm."""
 
     rows: int
     keys: int
     launch: triton.Launch
+    rocm: bool = False
 
 
-CUDA = Tiles(_ROWS, 32, triton.Launch(num_warps=8, num_stages=3))
-ROCM = Tiles(_ROWS, 16, triton.Launch(num_warps=4, num_stages=1))
+CUDA = Tiles(_ROWS, 64, triton.Launch(num_warps=8, num_stages=2))
+ROCM = Tiles(_ROWS, 16, triton.Launch(num_warps=4, num_stages=1), rocm=True)
 
 
 def supported(q: jax.Array, latents: jax.Array, kpool: int, masked: bool) -> bool:
@@ -105,6 +107,7 @@ def _run(
         kpool=kpool,
         scaled=scaled,
         masked=masked,
+        rocm=tiles.rocm,
     )
     out = triton.pallas_call(
         kernel,
@@ -136,27 +139,30 @@ def _attend(
     kpool: int,
     scaled: bool,
     masked: bool,
+    rocm: bool,
 ) -> None:
     scales_ref = refs[0] if scaled else None
     chosen_ref = refs[-2] if masked else None
     dim = q_ref.shape[1]
     layer = layer_ref[0]
     query = (programs - 1 - triton.program_id(0)) * rows + jnp.arange(rows)
-    token = query // heads
+    token = lax.div(query, heads)
     real = token < tokens
     row = triton.load(row_ref.at[token], mask=real, other=-1)
     position = triton.load(position_ref.at[token], mask=real, other=-1)
     column = jnp.arange(dim)
     q = triton.load(q_ref.at[jnp.where(real, query, 0)[:, None], column[None, :]])
-    load_tile = sparse_mla_kernel.tile_loader(latents_ref, scales_ref, layer, dim)
+    load_tile = sparse_mla_kernel.tile_loader(latents_ref, scales_ref, layer, dim, rocm)
 
     def attend_request(number: jax.Array, carry: tuple) -> tuple:
         of_row = row == number
         last = jnp.where(of_row, position, -1).max()
 
         def cache_rows(tile: int | jax.Array) -> jax.Array:
+            # Past the last token, the last token's row stands in: its weight is zero, and it holds numbers.
             at = jnp.clip(tile * keys + jnp.arange(keys), 0, jnp.maximum(last, 0))
-            return triton.load(tables_ref.at[number, at // block_size]) * block_size + at % block_size
+            block = triton.load(tables_ref.at[number, lax.div(at, block_size)])
+            return block * block_size + lax.rem(at, block_size)
 
         def body(tile: jax.Array, carry: tuple) -> tuple:
             sums, cached = carry
@@ -164,22 +170,22 @@ def _attend(
             at = tile * keys + jnp.arange(keys)
             visible = of_row[:, None] & (at[None, :] <= position[:, None])
             if chosen_ref is not None:
-                pool = at // kpool
+                pool = lax.div(at, kpool)
                 word = triton.load(
-                    chosen_ref.at[token, tile * keys // (32 * kpool)], mask=real & (row >= 0), other=0
+                    chosen_ref.at[token, lax.div(tile * keys, 32 * kpool)], mask=real & (row >= 0), other=0
                 )
-                bit = jnp.right_shift(word[:, None], (pool % 32)[None, :]) & 1
-                tail = at[None, :] >= ((position + 1) // kpool * kpool)[:, None]
+                bit = jnp.right_shift(word[:, None], lax.rem(pool, 32)[None, :]) & 1
+                tail = at[None, :] >= (lax.div(position + 1, kpool) * kpool)[:, None]
                 visible &= (bit == 1) | tail
-            latents = load_tile(cached, at <= last)
-            some = tile * keys <= last
+            latents = load_tile(cached)
+            some = None if rocm else tile * keys <= last
             return sparse_mla_kernel.attend_tile(q, latents, visible, scale, some, *sums), ahead
 
-        return jax.lax.fori_loop(0, (last + keys) // keys, body, (carry, cache_rows(0)))[0]
+        return lax.fori_loop(0, lax.div(last + keys, keys), body, (carry, cache_rows(0)))[0]
 
     first = jnp.where(row >= 0, row, 2**30).min()
     start = sparse_mla_kernel.empty_sums(rows, dim)
-    _, total, acc = jax.lax.fori_loop(first, row.max() + 1, attend_request, start)
+    _, total, acc = lax.fori_loop(first, row.max() + 1, attend_request, start)
     some = total > 0
     out = jnp.where(some[:, None], acc / jnp.where(some, total, 1)[:, None], 0)
     triton.store(refs[-1].at[query[:, None], column[None, :]], out.astype(refs[-1].dtype))

@@ -26,12 +26,17 @@ _LAUNCH = triton.Launch()
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a problem is cut up: heads and keys of a program's tile, splits of the keys, launch parameters."""
+    """How a problem is cut up: heads and keys of a program's tile, splits of the keys, launch parameters.
+
+    rocm: compile for AMD, which changes how float8 is widened (`tile_loader`) and needs no condition around
+    the weights (`attend_tile`).
+    """
 
     heads: int
     keys: int
     splits: int = 1
     launch: triton.Launch = _LAUNCH
+    rocm: bool = False
 
 
 def supported(q: jax.Array, latents: jax.Array) -> bool:
@@ -41,20 +46,18 @@ def supported(q: jax.Array, latents: jax.Array) -> bool:
     return power_of_two and dim >= GROUP and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def choose_tiles(tokens: int, heads: int, width: int, *, rocm: bool) -> Tiles:
+def choose_tiles(tokens: int, heads: int, width: int, *, rocm: bool, float8: bool = False) -> Tiles:
     """Tiles for a problem; with few queries, the number of splits that ends soonest.
 
     AMD: 64 heads x 16 keys is the largest tile without spills on gfx942 with either kind of latents, and
-    its scratch is that chip's 64 KiB. NVIDIA, measured on an H200: many queries do best with 64 keys and two
-    stages (2048 queries x 64 heads 2.83 ms, 32 keys and three stages 2.94; 8192 x 8 heads 4.09 and 4.48), few
-    with 32 keys and three (32 queries x 64 heads 58 us in 4 splits, x 8 heads 26 in 8), a single query with
-    32 heads a program (10.3 us in 32 splits, 14.7 with 64 heads).
+    its scratch is that chip's 64 KiB; with fewer heads, float8 latents keep to 16 keys. NVIDIA: 64 heads are
+    one warp group's rows, and 64 keys of 1 KiB, twice, fill the shared memory beside the queries.
     """
     sizes = (32, 16) if not rocm and tokens <= 2 else (64, 32, 16)
     block = heads if heads < 16 else next(size for size in sizes if heads % size == 0 or size == 16)
     many = tokens * -(-heads // block) >= 1024
     if rocm:
-        keys, launch, processors = (16 if block == 64 else 32), triton.Launch(num_warps=4, num_stages=1), 256
+        keys, launch, processors = 16 if block == 64 or float8 else 32, triton.Launch(4, 1), 256
     else:
         warps, processors = (8, 132) if block == 64 else (4, 264)
         keys = 64 if many else 32
@@ -67,7 +70,7 @@ def choose_tiles(tokens: int, heads: int, width: int, *, rocm: bool) -> Tiles:
         return waves * (-(-width // (keys * splits)) + (start_up if splits > 1 else 0))
 
     splits = min((1, 2, 4, 8, 16, 32), key=rounds)
-    return Tiles(block, keys, splits, launch)
+    return Tiles(block, keys, splits, launch, rocm)
 
 
 def sparse_mla(
@@ -85,12 +88,12 @@ def sparse_mla(
     run = functools.partial(_run, scale=scale, interpret=interpret)
     arrays: tuple[jax.Array, ...] = (q, latents, indices, jnp.asarray(layer, jnp.int32).reshape(1))
     arrays += () if latent_scales is None else (latent_scales,)
-    if tiles is not None or interpret:
-        return run(tiles or choose_tiles(q.shape[0], q.shape[1], indices.shape[1], rocm=False), *arrays)
-    cuda, rocm = (
-        choose_tiles(q.shape[0], q.shape[1], indices.shape[1], rocm=on_rocm) for on_rocm in (False, True)
+    choose = functools.partial(
+        choose_tiles, q.shape[0], q.shape[1], indices.shape[1], float8=latent_scales is not None
     )
-    return triton.per_platform(run, *arrays, cuda=cuda, rocm=rocm)
+    if tiles is not None or interpret:
+        return run(tiles or choose(rocm=False), *arrays)
+    return triton.per_platform(run, *arrays, cuda=choose(rocm=False), rocm=choose(rocm=True))
 
 
 def _run(
@@ -117,6 +120,7 @@ def _run(
         width=width,
         scale=scale * LOG2_E,
         split=tiles.splits > 1,
+        rocm=tiles.rocm,
     )
     single = jax.ShapeDtypeStruct((tokens, heads, dim), q.dtype)
     if tiles.splits == 1:
@@ -162,6 +166,7 @@ def _attend(
     width: int,
     scale: float,
     split: bool,
+    rocm: bool,
 ) -> None:
     """One block of heads of one query over one split of its keys."""
     scales_ref = refs[0] if len(refs) == (3 if split else 2) else None
@@ -179,7 +184,7 @@ def _attend(
         column = begin + tile * keys + jnp.arange(keys)
         return triton.load(indices_ref.at[token, column], mask=column < width, other=-1)
 
-    load_tile = tile_loader(latents_ref, scales_ref, layer, dim)
+    load_tile = tile_loader(latents_ref, scales_ref, layer, dim, rocm)
     column = jnp.arange(dim)
     q = triton.load(q_ref.at[token, safe_head[:, None], column[None, :]])
 
@@ -187,7 +192,7 @@ def _attend(
         *sums, rows = carry
         rows_ahead = rows_at(tile + 1)
         valid = rows >= 0
-        some = begin + tile * keys < width
+        some = None if rocm else begin + tile * keys < width
         return (*attend_tile(q, load_tile(rows, valid), valid[None, :], scale, some, *sums), rows_ahead)
 
     largest, total, acc, _ = jax.lax.fori_loop(0, split_tiles, body, (*empty_sums(block, dim), rows_at(0)))
@@ -215,7 +220,7 @@ def attend_tile(
     latents: jax.Array,
     valid: jax.Array,
     scale: float,
-    some: jax.Array,
+    some: jax.Array | None,
     largest: jax.Array,
     total: jax.Array,
     acc: jax.Array,
@@ -225,7 +230,7 @@ def attend_tile(
     some: a scalar, False only where no key of the tile is valid. The weights are found under this condition
     because of the scores: where Triton sees a product flow into another one, it divides its rows alone among
     the warps, and with 64 rows half of 8 warps would repeat what the others do. It does not look into a
-    condition, so the warps divide the keys too.
+    condition, so the warps divide the keys too. None for no condition.
     """
     scores = triton.dot(q, latents, trans_b=True)
 
@@ -238,7 +243,7 @@ def attend_tile(
     def skip(scores: jax.Array) -> tuple[jax.Array, ...]:
         return largest, jnp.ones_like(largest), jnp.zeros_like(scores, latents.dtype)
 
-    new_largest, fade, weights = jax.lax.cond(some, weigh, skip, scores)
+    new_largest, fade, weights = weigh(scores) if some is None else jax.lax.cond(some, weigh, skip, scores)
     acc = acc * fade[:, None] + triton.dot(weights, latents)
     # The weights as they were multiplied, and after the product, behind which their sum hides.
     total = total * fade + weights.astype(jnp.float32).sum(axis=1)
@@ -246,23 +251,37 @@ def attend_tile(
 
 
 def tile_loader(
-    latents_ref: Any, scales_ref: Any, layer: jax.Array, dim: int
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Gathers rows [keys] of latents, dequantised if there are scales: [keys, dim], zeros if not valid."""
+    latents_ref: Any, scales_ref: Any, layer: jax.Array, dim: int, rocm: bool
+) -> Callable[..., jax.Array]:
+    """Gathers rows [keys] of latents, dequantised if there are scales: [keys, dim], zeros where not valid.
 
-    def load(rows: jax.Array, valid: jax.Array) -> jax.Array:
+    On ROCm float8_e4m3fn is widened with integer operations, because gfx942 does not convert it: its seven
+    lower bits, shifted, are the exponent and mantissa of a float16 that is 2**-8 of its value. (A NaN comes
+    out as a number.)
+    """
+
+    def widen(values: jax.Array, scale: jax.Array) -> jax.Array:
+        if not rocm:
+            return values.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
+        bits = jax.lax.bitcast_convert_type(values, jnp.int8).astype(jnp.int16)
+        bits = (bits << 7 & 0x3F80) | (bits & -(2**15))
+        small = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+        product = jax.lax.bitcast_convert_type(small * (scale.astype(jnp.float32) * 2.0**8), jnp.int32)
+        # Exact in bfloat16, which is the upper half.
+        return jax.lax.bitcast_convert_type((product >> 16).astype(jnp.int16), jnp.bfloat16)
+
+    def load(rows: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+        def rows_of(ref: Any, *columns: jax.Array) -> jax.Array:
+            spread = (slice(None), *(None for _ in range(columns[0].ndim - 1)))
+            at = ref.at[(layer, rows[spread], *columns)]
+            return triton.load(at) if valid is None else triton.load(at, mask=valid[spread], other=0.0)
+
         if scales_ref is None:
-            column = jnp.arange(dim)
-            at = latents_ref.at[layer, rows[:, None], column[None, :]]
-            return triton.load(at, mask=valid[:, None], other=0.0)
+            return rows_of(latents_ref, jnp.arange(dim)[None, :])
         # In three dimensions, so that a thread multiplies its values of one group by one scale.
-        group = jnp.arange(dim // GROUP)
-        column = group[:, None] * GROUP + jnp.arange(GROUP)[None, :]
-        at = latents_ref.at[layer, rows[:, None, None], column[None]]
-        values = triton.load(at, mask=valid[:, None, None], other=0.0)
-        at = scales_ref.at[layer, rows[:, None], group[None, :]]
-        scale = triton.load(at, mask=valid[:, None], other=0.0)
-        scaled = values.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)[:, :, None]
+        group = jnp.arange(dim // GROUP)[None, :]
+        column = group[:, :, None] * GROUP + jnp.arange(GROUP)[None, None, :]
+        scaled = widen(rows_of(latents_ref, column), rows_of(scales_ref, group)[:, :, None])
         return scaled.reshape(rows.shape[0], dim)
 
     return load

@@ -10,51 +10,51 @@ from benchmarks.kernels import causal_mla, pool_index, sparse_mla
 from benchmarks.kernels.harness import Harness, Variant
 from pallas_kernels import causal_mla_kernel, pool_index_kernel, select_kernel, sparse_mla_kernel, triton
 
+# (queries, heads, float8, heads of a tile, keys, warps, stages, splits): the first of every question first
+_ATTENTION = (
+    (2048, 64, False, 64, 64, 8, 2, 1),
+    (32, 64, False, 64, 32, 8, 3, 4),
+    (2048, 64, True, 64, 64, 8, 2, 1),
+    (2048, 64, False, 64, 32, 8, 4, 1),
+    (32, 64, False, 64, 64, 8, 2, 4),
+    (2048, 64, True, 64, 64, 8, 3, 1),
+    (8192, 8, False, 8, 64, 8, 2, 1),
+    (32, 64, True, 64, 32, 8, 3, 4),
+    (32, 64, False, 64, 32, 8, 4, 4),
+    (1, 64, False, 64, 32, 8, 3, 32),
+    (2048, 64, True, 64, 32, 8, 4, 1),
+    (32, 64, True, 64, 64, 8, 3, 4),
+    (8192, 8, False, 8, 32, 4, 3, 1),
+    (32, 8, False, 8, 32, 4, 3, 8),
+    (2048, 64, False, 64, 32, 8, 3, 1),
+    (1, 64, False, 32, 32, 4, 3, 32),
+    (32, 8, False, 8, 64, 8, 2, 8),
+)
+
 
 def attention_variants(harness: Harness) -> Iterator[Variant]:
-    """(heads, keys, warps, stages) for each kind of problem, splits where there are few queries."""
-    wide = [(64, 32, 8, 3), (64, 32, 8, 4), (64, 32, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 3)]
-    narrow = [(8, 32, 4, 3), (8, 64, 4, 2), (8, 32, 2, 3), (8, 32, 4, 4)]
-    yield from _attention(harness, 2048, 64, False, [(*v, 1) for v in wide])
-    yield from _attention(
-        harness, 2048, 64, True, [(*v, 1) for v in (*wide[:3], (64, 64, 8, 2), (64, 32, 8, 1))]
-    )
-    decode = [(64, 32, 8, 3, 4), (64, 32, 8, 3, 8), (64, 32, 8, 4, 4), (32, 32, 4, 3, 4), (16, 64, 4, 2, 2)]
-    yield from _attention(harness, 32, 64, False, [*decode, (16, 32, 4, 3, 4)])
-    yield from _attention(harness, 32, 64, True, [decode[0], decode[1], decode[3]])
-    yield from _attention(harness, 8192, 8, False, [(*v, 1) for v in narrow])
-    few = [(8, 32, 4, 3, 8), (8, 32, 4, 3, 16), (8, 64, 4, 2, 8), (8, 32, 2, 3, 16)]
-    yield from _attention(harness, 32, 8, False, few)
-    yield from _attention(harness, 1, 64, False, [(64, 32, 8, 3, 32), (32, 32, 4, 3, 32), (16, 32, 4, 3, 16)])
-
-
-def _attention(
-    harness: Harness, queries: int, heads: int, quantized: bool, shapes: list[tuple[int, ...]]
-) -> Iterator[Variant]:
-    queries = harness.size(queries, 2)
+    """Tiles for each kind of problem, splits where there are few queries."""
 
     @functools.cache
-    def arrays() -> tuple:
-        return sparse_mla.problem(harness, queries, heads, quantized)
+    def arrays(queries: int, heads: int, float8: bool) -> tuple:
+        return sparse_mla.problem(harness, queries, heads, float8)
 
-    for block, keys, warps, stages, splits in shapes:
+    for queries, heads, float8, block, keys, warps, stages, splits in _ATTENTION:
         tiles = sparse_mla_kernel.Tiles(block, keys, splits, triton.Launch(warps, stages))
+        queries = harness.size(queries, 2)
+        given = functools.partial(arrays, queries, heads, float8)
 
         def step(q, latents, scales, indices, tiles=tiles):
             return sparse_mla_kernel.sparse_mla(
                 q, latents, indices, sparse_mla.SCALE, 1, scales, interpret=harness.tiny, tiles=tiles
             )
 
-        def measure(step=step) -> tuple[float, float]:
-            seconds = harness.seconds(step, *arrays(), repeats=2 if queries > 1000 else 20)
-            return seconds, sparse_mla.error(
-                jax.jit(step)(*arrays()), arrays()[0], arrays()[1], *arrays()[2:]
-            )
+        def measure(step=step, given=given, queries=queries) -> tuple[float, float]:
+            seconds = harness.seconds(step, *given(), repeats=2 if queries > 1000 else 20)
+            return seconds, sparse_mla.error(jax.jit(step)(*given()), *given())
 
-        group = f"attention {queries} x {heads}{' fp8' if quantized else ''}"
-        yield Variant(
-            group, f"heads {block} keys {keys} warps {warps} stages {stages} splits {splits}", measure
-        )
+        name = f"heads {block} keys {keys} warps {warps} stages {stages} splits {splits}"
+        yield Variant(f"attention {queries} x {heads}{' fp8' if float8 else ''}", name, measure)
 
 
 def score_variants(harness: Harness) -> Iterator[Variant]:
@@ -86,11 +86,11 @@ def score_variants(harness: Harness) -> Iterator[Variant]:
 
 
 def causal_variants(harness: Harness) -> Iterator[Variant]:
-    """(rows, keys, warps, stages) for 8 heads from a prompt's start, masked and dense."""
-    for tokens, chosen in ((8192, 512), (2048, None)):
+    """(rows, keys, warps, stages) from a prompt's start, masked and dense."""
+    for tokens, heads, chosen in ((8192, 8, 512), (2048, 8, None), (2048, 64, None)):
         tokens, chosen = harness.size(tokens, 40), chosen and harness.size(chosen, 4)
-        arrays = functools.cache(functools.partial(causal_mla.problem, harness, tokens, 8, chosen))
-        for rows, keys, warps, stages in ((64, 32, 8, 3), (64, 32, 8, 2), (64, 64, 8, 2), (32, 32, 4, 3)):
+        arrays = functools.cache(functools.partial(causal_mla.problem, harness, tokens, heads, chosen))
+        for rows, keys, warps, stages in ((64, 64, 8, 2), (64, 32, 8, 4), (64, 32, 8, 3)):
             tiles = causal_mla_kernel.Tiles(rows, keys, triton.Launch(warps, stages))
 
             def step(q, latents, tables, row, positions, bits, tiles=tiles):
@@ -105,7 +105,7 @@ def causal_variants(harness: Harness) -> Iterator[Variant]:
                 return seconds, causal_mla.error(jax.jit(step)(*arrays()), arrays())
 
             name = f"rows {rows} keys {keys} warps {warps} stages {stages}"
-            yield Variant(f"causal {tokens} x 8{' masked' if chosen else ''}", name, measure)
+            yield Variant(f"causal {tokens} x {heads}{' masked' if chosen else ''}", name, measure)
 
 
 def selection_variants(harness: Harness) -> Iterator[Variant]:

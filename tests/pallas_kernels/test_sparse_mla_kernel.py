@@ -63,6 +63,20 @@ def test_quantised_latents(splits: int):
     np.testing.assert_allclose(out, expected, atol=BFLOAT16_TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("rocm", [False, True])
+def test_every_float8_number(rocm: bool):
+    """A single row is its own average: both ways of widening give each of the 254 numbers exactly."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes[[0x7F, 0xFF]] = 0  # the NaNs
+    latents = jnp.asarray(codes.view(jnp.float8_e4m3fn)).reshape(1, 1, 256)
+    scales = jnp.asarray([[[2.0**-20, 2.0**7]]], jnp.float32)
+    q, indices = jnp.zeros((1, 16, 256), jnp.bfloat16), jnp.asarray([[0, -1]], jnp.int32)
+    tiles = kernel.Tiles(16, 16, 1, triton.Launch(), rocm=rocm)
+    out = kernel.sparse_mla(q, latents, indices, 1.0, 0, scales, interpret=INTERPRET, tiles=tiles)
+    expected = np.asarray(latents, np.float32)[0, 0] * np.repeat(np.asarray(scales)[0, 0], 128)
+    np.testing.assert_array_equal(np.asarray(out[0, 0], np.float32), expected)
+
+
 def test_public_op_and_reference_agree():
     q, latents, indices = (jnp.asarray(x) for x in problem(3, 4, 8, 128, 30, 19))
     outs = [
@@ -94,7 +108,9 @@ def test_lowers(platform: str, tokens: int, heads: int, dtype: jnp.dtype):
         [jax.ShapeDtypeStruct(*shape) for shape in shapes],
         platform,
     )  # fmt: skip
-    splits = kernel.choose_tiles(tokens, heads, 2051, rocm=platform == "rocm").splits
+    splits = kernel.choose_tiles(
+        tokens, heads, 2051, rocm=platform == "rocm", float8=dtype == jnp.float8_e4m3fn
+    ).splits
     assert text.count("__gpu$xla.gpu.triton") == (1 if splits == 1 else 2)
 
 
