@@ -1,7 +1,8 @@
 """The trunk: embedding, 4-stream hyper-connected layers, final collapse and vocabulary head (MODEL.md M.1).
 
 The trunk knows the order of things and nothing of sequences: each attention layer is a callable that the
-caller supplies (whole sequences in `glm_jax.whole_sequence`, cached steps in `glm_jax.paged`).
+caller supplies (whole sequences in `glm_jax.whole_sequence`, cached steps in `glm_jax.paged`). What layers
+share is jitted apart, so that it is traced and lowered once.
 """
 
 from collections.abc import Callable
@@ -89,6 +90,7 @@ _Leaving = tuple[jax.Array, jax.Array, jax.Array]
 """A block's output `[tokens, hidden]` and the post and comb weights that take it back into the streams."""
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def _enter_block(
     config: Config,
     implementation: str | None,
@@ -108,6 +110,7 @@ def _enter_block(
     return hyper_connection_post_pre(streams, *leaving, p.fn, p.base, p.scale, **options)
 
 
+@partial(jax.jit, static_argnums=(1, 3, 4))
 def run_mlp(
     p: DenseMlp | Moe, config: Config, x: jax.Array, axis: str | None, implementation: str | None
 ) -> jax.Array:

@@ -72,11 +72,13 @@ def process_logits(
 
     def with_tables(logits: jax.Array) -> jax.Array:
         slot = jnp.maximum(request_slots, 0)
-        drafts = window.at[:, 0].set(-1) - start
-        drafts = jnp.where((drafts < 0) | (drafts >= size), size, drafts)
-        r, w = jnp.arange(count)[:, None], jnp.arange(width)[None]
-        seen = jnp.zeros(logits.shape, jnp.int32).at[r, w, drafts].add(1, mode="drop")
-        counts = tables.counts[slot][:, None] + jnp.cumsum(seen, axis=1)
+        counts = tables.counts[slot][:, None]
+        if width > 1:  # a lone token is no draft: XLA would spend seconds on folding sums of nothing
+            drafts = window.at[:, 0].set(-1) - start
+            drafts = jnp.where((drafts < 0) | (drafts >= size), size, drafts)
+            r, w = jnp.arange(count)[:, None], jnp.arange(width)[None]
+            seen = jnp.zeros(logits.shape, jnp.int32).at[r, w, drafts].add(1, mode="drop")
+            counts = counts + jnp.cumsum(seen, axis=1)
         prompt = jnp.broadcast_to(tables.prompt[slot][:, None], logits.shape)
 
         def flat(x: jax.Array) -> jax.Array:

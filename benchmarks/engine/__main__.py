@@ -1,6 +1,7 @@
 """Decode, prefill, drafting and compile time of the engine's steps; rows as data, a table last."""
 
 import argparse
+import functools
 import os
 import tempfile
 import time
@@ -12,14 +13,17 @@ import jax
 import numpy as np
 
 from benchmarks.engine.device_time import kernel_seconds
-from benchmarks.engine.model import cut_config, random_model
+from benchmarks.engine.model import cut_config, model_shapes, random_model
 from benchmarks.kernels.harness import Harness, Row, table, write
+from glm_jax import cache as caches
 from glm_jax import compiled_steps
-from glm_jax.sampling_params import SamplingParams
+from glm_jax.sampling_params import MOST_LOGPROBS, SamplingParams
 from serving.engine import Engine
 from serving.engine_config import EngineConfig
+from serving.memory_plan import geometry
 
 STEPS = 20
+WHOLE_LAYERS = 45
 
 
 class Bench:
@@ -31,9 +35,16 @@ class Bench:
         self.model = random_model(self.config)
         self.context = 512 if tiny else 4096
         self.rows: list[Row] = []
+        self.begun = time.monotonic()
 
     def add(self, name: str, value: float, unit: str, **more: Any) -> None:
         self.rows.append(self.harness.row(f"{name}, {self.layers} layers", value, unit=unit, **more))
+        print(
+            f"[{time.monotonic() - self.begun:5.0f} s] {self.rows[-1]['name']}: {value:.4g} {unit}",
+            flush=True,
+        )
+        if not self.tiny:
+            write(self.rows, "engine")  # a run that is cut short keeps what it has
 
     def engine(self, drafts: int, seqs: int, tokens: int) -> Engine:
         limits = EngineConfig(
@@ -54,6 +65,29 @@ class Bench:
         self.add(f"compile all {len(names)} programs, {label}", time.perf_counter() - begin, "s")
         for name, took in zip(names, seconds, strict=True):
             self.add(f"compile {name}, {label}", took, "s")
+
+    def compile_whole_model(self, rows: int, tokens: int) -> None:
+        """Compile time of programs of all the released layers; only shapes, so they need no memory."""
+        config = cut_config(WHOLE_LAYERS, tiny=self.tiny)
+        engine = self.engine(0, rows, tokens)
+        params = model_shapes(config)
+        sizes = geometry(params, engine.config, engine.plan.num_blocks, engine.plan.num_state_slots)
+        cache = jax.eval_shape(functools.partial(caches.create, config, **sizes))
+        run = compiled_steps.compile_steps(params, config, fp8_latents=False, top_logprobs=MOST_LOGPROBS)
+        prefills, decodes = engine.padding_batches()
+        for name, step, batch in (
+            (f"decode {rows} rows", run.decode, decodes[-1]),
+            (f"prefill {tokens} tokens", run.prefill, prefills[-1]),
+        ):
+            batch = engine._runner._with_mask(batch, 1)
+            begin = time.perf_counter()
+            lowered = step.lower(params, cache, batch)
+            lowering = time.perf_counter() - begin
+            lowered.compile()
+            seconds = time.perf_counter() - begin
+            label = f"compile {name}, {WHOLE_LAYERS} layers of shapes alone, beside a model"
+            self.add(f"{label}, tracing and lowering", lowering, "s")
+            self.add(label, seconds, "s", target=30.0)
 
     def decode(self, engine: Engine, drafts: int, rows: int) -> float:
         """Milliseconds of an engine step with `rows` decoding answers, everything included."""
@@ -118,6 +152,7 @@ class Bench:
         engine.warm_up()
         plain = {n: self.decode(engine, 0, n) for n in rows}
         self.prefill(engine, chunk)
+        self.compile_whole_model(rows[1], chunk)
         drafting = self.engine(3, rows[1], chunk)
         self.compile_all(drafting, "3 drafts, cold")
         drafting.warm_up()
@@ -136,8 +171,6 @@ def main() -> None:
     try:
         bench.run()
     finally:
-        if not options.tiny and bench.rows:
-            write(bench.rows, "engine")
         print(table(bench.rows))
 
 

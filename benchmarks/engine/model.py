@@ -51,6 +51,16 @@ def random_model(config: Config) -> Any:
     return SimpleNamespace(config=config, params=params, tokenizer=None)
 
 
+def model_shapes(config: Config) -> Params:
+    """The parameters of `random_model` as shapes without values."""
+
+    def shapes(spec: Any) -> Any:
+        return jax.eval_shape(lambda: _leaf(spec, jax.random.key(0)))
+
+    made: Params = jax.tree.map(shapes, abstract(config), is_leaf=is_spec)
+    return made
+
+
 def _leaf(spec: Any, key: jax.Array) -> Any:
     if spec.initializer == "ones":
         return jnp.ones(spec.shape, jnp.bfloat16)
