@@ -52,12 +52,14 @@ def select(
     )
     selected = jax.ShapeDtypeStruct(shape, jnp.int32)
     launch = triton.Launch(num_warps=8 if segment > 2048 else 4, num_stages=1)
+    # A mask is a pair of scalar registers for every eight entries of a wave's lane: more entries spill them.
+    waves = triton.Launch(num_warps=max(1, min(16, segment // 512)), num_stages=1)
     out = triton.pallas_call(
         kernel,
         out_shape=selected if segments == 1 else [selected, jax.ShapeDtypeStruct(shape, jnp.float32)],
         grid=(tokens, segments),
         cuda=launch,
-        rocm=launch,
+        rocm=waves,
         interpret=interpret,
         name="select",
     )(*inputs)

@@ -104,8 +104,11 @@ def lower(case: Case, platform: str = "rocm") -> list[Kernel]:
     with _captured_ir() as captured:
         lowered = jax.jit(case.function).trace(*case.arguments).lower(lowering_platforms=(platform,))
     launches = re.findall(r'name = "(\w+)", num_stages = (\d+) : i32, num_warps = (\d+)', lowered.as_text())
-    by_name = {name: (int(warps), int(stages)) for name, stages, warps in launches}
-    return [Kernel(name, text, *by_name[name]) for name, text in captured]
+    # Launches of one name, as those of a kernel that is applied to its own result, come in the same order.
+    by_name = collections.defaultdict(list)
+    for name, stages, warps in launches:
+        by_name[name].append((int(warps), int(stages)))
+    return [Kernel(name, text, *by_name[name].pop(0)) for name, text in captured]
 
 
 def compile_for(kernel: Kernel, chip: str, *, case: str = "", dots: bool = False) -> Row:
