@@ -7,6 +7,7 @@ few tokens still fill the device. `gates` adds the partial sums, computes gates 
 """
 
 import dataclasses
+import functools
 from functools import partial
 from typing import Any
 
@@ -41,17 +42,17 @@ def supports(streams: jax.Array, fn: jax.Array) -> bool:
 
 
 def cuda_plan(tokens: int, dim: int) -> Plan:
-    """Tiles for NVIDIA: with many tokens 64 rows, what four warps' tensor cores take at once; with few, one
-    warp a program, so that no warp repeats another's work.
+    """Tiles for NVIDIA: one warp of 16 tokens a program, so that no warp repeats another's work.
 
-    Measured on an H200 with the streams as the right operand, which every warp holds whole: 8192 tokens took
-    665 us with two warps of 16 x 64 and 2.8 ms with four of 16 x 128, which spill 10 kB a thread.
+    Several warps share a product of 16 rows by its columns, and each applies the update to all of the rows.
+    64 rows, which four warps' tensor cores take at once, took 571 us for 8192 tokens on an H200, 32 rows and
+    two warps 497.
     """
-    mix_splits, gate_splits = _splits(tokens, dim)
+    _, splits = _splits(tokens, dim)
     if tokens >= 1024:
         splits = min(4, (dim & -dim) // 128)
-        return Plan(64, 32, splits, 64, splits, triton.Launch(4, 3), triton.Launch(4, 2))
-    return Plan(16, 32, mix_splits, 128, gate_splits, triton.Launch(1, 2), triton.Launch(4, 1))
+        return Plan(16, 32, splits, 128, splits, triton.Launch(1, 3), triton.Launch(4, 1))
+    return Plan(16, 32, splits, 128, splits, triton.Launch(1, 3), triton.Launch(1, 1))
 
 
 def rocm_plan(tokens: int, dim: int) -> Plan:
@@ -254,18 +255,32 @@ def _gates_kernel(
     index = triton.program_id(0) * plan.tokens + jnp.arange(plan.tokens)
     real = index < tokens
     safe = jnp.minimum(index, tokens - 1)
-    split = triton.program_id(1)
+    channels = dim // plan.gate_splits
+    tiles = channels // plan.gate_channels
+    # What `mix` wrote last is still in the cache: it is read first.
+    begin = (plan.gate_splits - 1 - triton.program_id(1)) * channels
+
+    def load_streams(tile: int | jax.Array) -> tuple[jax.Array, ...]:
+        span = pl.ds(begin + tile * plan.gate_channels, plan.gate_channels)
+        return tuple(streams_ref[safe, k, span] for k in range(n))
+
+    first = load_streams(0)  # on its way while the gates are computed
     parts = jnp.arange(plan.mix_splits)[:, None]
-    squares = jnp.sum(squares_ref[parts, safe[None, :]], axis=0)
-    norm = jax.lax.rsqrt(squares / (n * dim) + norm_eps)
+
+    def total(ref: Any, *row: int) -> jax.Array:
+        if plan.mix_splits > 8:
+            return jnp.sum(ref[(parts, *row, safe[None, :])], axis=0)
+        # One by one: a sum over a tile's rows goes through shared memory once for each of the mixes.
+        return functools.reduce(jnp.add, [ref[(part, *row, safe)] for part in range(plan.mix_splits)])
+
+    norm = jax.lax.rsqrt(total(squares_ref) / (n * dim) + norm_eps)
 
     def mix(row: int, kind: int) -> jax.Array:
-        total = jnp.sum(mixes_ref[parts, row, safe[None, :]], axis=0)
-        return total * norm * scale_ref[kind] + base_ref[row]
+        return total(mixes_ref, row) * norm * scale_ref[kind] + base_ref[row]
 
     pre = [jax.nn.sigmoid(mix(k, 0)) + hc_eps for k in range(n)]
 
-    @pl.when(split == 0)
+    @pl.when(triton.program_id(1) == 0)
     def _() -> None:
         for k in range(n):
             triton.store(post_ref.at[index, k], 2 * jax.nn.sigmoid(mix(n + k, 1)), mask=real)
@@ -280,19 +295,17 @@ def _gates_kernel(
             for k in range(n):
                 triton.store(comb_ref.at[index, j, k], comb[j * n + k], mask=real)
 
-    channels = dim // plan.gate_splits
-
-    def collapse(i: jax.Array, _: jax.Array) -> jax.Array:
-        start = split * channels + i * plan.gate_channels
+    def collapse(tile: jax.Array, streams: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        following = load_streams(jnp.minimum(tile + 1, tiles - 1))
         hidden = jnp.zeros((plan.tokens, plan.gate_channels), jnp.float32)
         for k in range(n):
-            stream = streams_ref[safe, k, pl.ds(start, plan.gate_channels)]
-            hidden += pre[k][:, None] * stream.astype(jnp.float32)
-        place = (index[:, None], (start + jnp.arange(plan.gate_channels))[None, :])
+            hidden += pre[k][:, None] * streams[k].astype(jnp.float32)
+        column = begin + tile * plan.gate_channels + jnp.arange(plan.gate_channels)
+        place = (index[:, None], column[None, :])
         triton.store(hidden_ref.at[place], hidden.astype(hidden_ref.dtype), mask=real[:, None])
-        return i
+        return following
 
-    jax.lax.fori_loop(0, channels // plan.gate_channels, collapse, 0)
+    jax.lax.fori_loop(0, tiles, collapse, first)
 
 
 def _softmax(entries: list[jax.Array]) -> list[jax.Array]:
