@@ -28,12 +28,12 @@ SMALL = [
 # cores, binds a tile of 64 rows; sixteen warps spare the wide ones from spilling; two programs of four warps
 # share a multiprocessor and hide each other's starts and ends.
 LARGE = [
-    ((128, 128, 128, 4, 8, 3), (128, 256, 128, 4, 16, 3), {}),
+    ((128, 128, 128, 4, 16, 3), (128, 256, 128, 4, 16, 3), {}),
     ((64, 128, 128, 4, 8, 3), (64, 256, 128, 4, 8, 3), {}),
-    ((128, 128, 128, 4, 16, 3), (128, 256, 128, 4, 8, 3), {}),
+    ((128, 128, 128, 4, 8, 3), (128, 256, 128, 4, 8, 3), {}),
     ((128, 128, 128, 4, 8, 4), (128, 128, 128, 4, 8, 4), {}),
     ((64, 128, 128, 4, 4, 2), (64, 128, 128, 4, 4, 3), {}),
-    ((128, 128, 128, 2, 8, 3), (128, 256, 128, 2, 16, 4), {}),
+    ((128, 128, 128, 2, 16, 4), (128, 256, 128, 2, 16, 4), {}),
 ]
 
 
@@ -129,20 +129,23 @@ def glue_variants(harness: Harness) -> Iterator[Variant]:
 
 def boundary_variants(harness: Harness) -> Iterator[Variant]:
     """(tokens, mix channels, mix splits, gate channels, gate splits), (warps, stages) of mix and of gates."""
-    wide = [
-        ((64, 32, 4, 64, 4), (4, 3), (4, 2)),
-        ((64, 32, 4, 64, 8), (4, 2), (2, 3)),
-        ((128, 32, 4, 32, 8), (8, 3), (8, 2)),
-        ((32, 32, 4, 128, 4), (2, 3), (4, 2)),
-        ((64, 32, 8, 128, 8), (4, 4), (8, 2)),
-    ]
     narrow = [
+        ((16, 32, 32, 128, 32), (1, 3), (1, 1)),
         ((16, 32, 32, 128, 32), (1, 3), (4, 1)),
-        ((16, 64, 32, 128, 32), (1, 2), (2, 1)),
-        ((16, 32, 16, 128, 16), (1, 4), (4, 1)),
-        ((16, 64, 16, 256, 16), (2, 2), (4, 1)),
+        ((16, 32, 64, 128, 32), (1, 2), (4, 1)),
+        ((16, 32, 16, 128, 32), (1, 3), (1, 1)),
+        ((16, 16, 32, 128, 32), (1, 4), (2, 1)),
     ]
-    for tokens, shapes in ((8192, wide), (32, narrow)):
+    # One warp of 16 tokens repeats no other warp's work, and eight such programs fit in a multiprocessor.
+    wide = [
+        ((16, 32, 4, 128, 4), (1, 3), (4, 1)),
+        ((16, 32, 8, 128, 4), (1, 3), (4, 1)),
+        ((16, 32, 4, 128, 4), (1, 2), (4, 1)),
+        ((32, 32, 4, 128, 4), (2, 3), (4, 2)),
+        ((16, 32, 8, 128, 8), (1, 2), (2, 1)),
+        ((64, 16, 4, 64, 4), (4, 4), (4, 1)),
+    ]
+    for tokens, shapes in ((32, narrow), (8192, wide)):
         count = harness.size(tokens, 5)
         arrays = functools.cache(functools.partial(hyper_connection.problem, harness, count))
         for shape, mix, gates in shapes:
