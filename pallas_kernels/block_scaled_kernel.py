@@ -20,6 +20,7 @@ from pallas_kernels.matmul_tile import (
     Tile,
     block_of,
     column_parts,
+    fitted,
     quantize_rows,
     rocm_operands,
     tile_of_program,
@@ -95,9 +96,9 @@ def block_scaled_matmul_triton(
 def _run(
     plan: Plan, x: jax.Array, values: jax.Array, scales: jax.Array, *, quantized: bool, interpret: bool
 ) -> jax.Array:
-    tile = plan.tile
-    if tile is None:
+    if plan.tile is None:
         return _dequantized_matmul(x, values, scales, quantized=quantized)
+    tile = fitted(plan.tile, values.shape[0])
     rows, columns = x.shape[0], values.shape[0]
     early = quantized and rows > _FEW_ROWS
     dot_dtype = jnp.dtype(plan.operands if quantized else x.dtype)

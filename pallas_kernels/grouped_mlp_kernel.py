@@ -20,8 +20,11 @@ from pallas_kernels.matmul_tile import (
     Tile,
     block_of,
     column_parts,
+    fitted,
     quantize_rows,
     rocm_operands,
+    scaled_down,
+    scales_of_rows,
     tile_of_program,
     tile_product,
 )
@@ -61,7 +64,7 @@ _HOPPER = {
         Tile(64, 256, BLOCK, 4, triton.Launch(num_warps=8, num_stages=3)),
     ),
     128: Plan(
-        Tile(128, 128, BLOCK, 4, triton.Launch(num_warps=8, num_stages=3)),
+        Tile(128, 128, BLOCK, 4, triton.Launch(num_warps=16, num_stages=3)),
         Tile(128, 256, BLOCK, 4, triton.Launch(num_warps=16, num_stages=3)),
     ),
 }
@@ -203,6 +206,7 @@ def _expert_product(
     tile: Tile, rows: Weight, weights: Weight, product: Product, *, tiles: ExpertTiles, interpret: bool
 ) -> Weight:
     """One product of every tile with its expert's weights: [tiles * rows, columns], scales if quantised."""
+    tile = fitted(tile, product.columns)
     inputs = {"rows": rows[0], "row_scales": rows[1], "weights": weights[0], "weight_scales": weights[1]}
     inputs |= {"sources": tiles.sources, "experts": tiles.experts}
     inputs = {name: array for name, array in inputs.items() if array is not None}
@@ -268,8 +272,10 @@ def _expert_product_kernel(names: tuple[str, ...], tile: Tile, product: Product,
         for part, out in enumerate(outs):
             first = column + part * width
             if product.quantize_out:
-                out, scales = quantize_rows(out)
+                scales = scales_of_rows(out)
+                # stored before they are used: the other order spills registers of the loop on NVIDIA
                 ref["out_scales"][own_rows, block_of(first)] = scales
+                out = scaled_down(out, scales)
             ref["out"][own_rows, pl.ds(first, width)] = out.astype(ref["out"].dtype)
 
 

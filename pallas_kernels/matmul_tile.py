@@ -42,10 +42,17 @@ def tile_of_program(program: jax.Array, column_tiles: int, group: int) -> tuple[
 
 def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[rows, 128] -> float8 values and one scale a row, the arithmetic of `quantize_activations`."""
-    wide = rows.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=1)
-    scales = jnp.where(largest > 0, largest * INVERSE_MAX, 1.0)
-    return (wide * (1 / scales)[:, None]).astype(FLOAT8), scales
+    scales = scales_of_rows(rows)
+    return scaled_down(rows, scales), scales
+
+
+def scales_of_rows(rows: jax.Array) -> jax.Array:
+    largest = jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=1)
+    return jnp.where(largest > 0, largest * INVERSE_MAX, 1.0)
+
+
+def scaled_down(rows: jax.Array, scales: jax.Array) -> jax.Array:
+    return (rows.astype(jnp.float32) * (1 / scales)[:, None]).astype(FLOAT8)
 
 
 def tile_product(
@@ -81,6 +88,11 @@ def tile_product(
 
     zeros = jnp.zeros((tile.rows, min(tile.columns, BLOCK)), jnp.float32)
     return jax.lax.fori_loop(0, channels // tile.inner, step, (zeros,) * parts)
+
+
+def fitted(tile: Tile, columns: int) -> Tile:
+    """The tile, one block wide where its columns do not divide those of the result."""
+    return tile if columns % tile.columns == 0 else dataclasses.replace(tile, columns=BLOCK)
 
 
 def column_parts(tile: Tile) -> tuple[int, int]:

@@ -20,20 +20,20 @@ from pallas_kernels.triton import Launch
 from pallas_kernels.vocab_edge_kernel import Plan as SamplingPlan
 
 SMALL = [
-    ((16, 128, 128, 1, 4, 3), (16, 128, 128, 1, 4, 3), {}),
-    ((16, 128, 128, 1, 4, 4), (16, 128, 128, 1, 4, 4), {}),
-    ((16, 128, 128, 1, 8, 4), (16, 128, 128, 1, 4, 4), {}),
+    ((16, 128, 128, 1, 4, 3), (16, 128, 128, 1, 4, 3)),
+    ((16, 128, 128, 1, 4, 4), (16, 128, 128, 1, 4, 4)),
+    ((16, 128, 128, 1, 8, 4), (16, 128, 128, 1, 4, 4)),
 ]
 # Float8 products through Hopper's tensor cores. Best guess first: an H200's level-2 cache, not its tensor
 # cores, binds a tile of 64 rows; sixteen warps spare the wide ones from spilling; two programs of four warps
 # share a multiprocessor and hide each other's starts and ends.
 LARGE = [
-    ((128, 128, 128, 4, 16, 3), (128, 256, 128, 4, 16, 3), {}),
-    ((64, 128, 128, 4, 8, 3), (64, 256, 128, 4, 8, 3), {}),
-    ((128, 128, 128, 4, 8, 3), (128, 256, 128, 4, 8, 3), {}),
-    ((128, 128, 128, 4, 8, 4), (128, 128, 128, 4, 8, 4), {}),
-    ((64, 128, 128, 4, 4, 2), (64, 128, 128, 4, 4, 3), {}),
-    ((128, 128, 128, 2, 16, 4), (128, 256, 128, 2, 16, 4), {}),
+    ((128, 128, 128, 4, 16, 3), (128, 256, 128, 4, 16, 3)),
+    ((64, 128, 128, 4, 8, 3), (64, 256, 128, 4, 8, 3)),
+    ((128, 128, 128, 4, 8, 3), (128, 256, 128, 4, 8, 3)),
+    ((128, 128, 128, 4, 8, 4), (128, 128, 128, 4, 8, 4)),
+    ((64, 128, 128, 4, 4, 2), (64, 128, 128, 4, 4, 3)),
+    ((128, 128, 128, 2, 16, 4), (128, 256, 128, 2, 16, 4)),
 ]
 
 
@@ -49,14 +49,14 @@ def few_expert_variants(harness: Harness) -> Iterator[Variant]:
 def other_expert_variants(harness: Harness) -> Iterator[Variant]:
     """bfloat16 weights, an eighth of the experts' width, activations not quantised."""
     wide = [
-        ((128, 128, 64, 2, 8, 3), (128, 256, 64, 2, 8, 3), {}),
-        ((64, 128, 64, 4, 4, 3), (64, 256, 64, 4, 8, 3), {}),
+        ((128, 128, 64, 2, 8, 3), (128, 256, 64, 2, 8, 3)),
+        ((64, 128, 64, 4, 4, 3), (64, 256, 64, 4, 8, 3)),
     ]
     yield from _experts(harness, 8192, 2048, False, False, wide)
     yield from _experts(harness, 8192, 256, True, True, LARGE[:2])
-    narrow = [SMALL[0], ((16, 32, 128, 1, 4, 4), (16, 32, 128, 1, 4, 5), {})]
+    narrow = [SMALL[0], ((16, 32, 128, 1, 4, 4), (16, 32, 128, 1, 4, 5))]
     yield from _experts(harness, 32, 256, True, True, narrow)
-    yield from _experts(harness, 32, 2048, False, False, [((16, 64, 64, 1, 4, 4), (16, 64, 64, 1, 4, 4), {})])
+    yield from _experts(harness, 32, 2048, False, False, [((16, 64, 64, 1, 4, 4), (16, 64, 64, 1, 4, 4))])
     yield from _experts(harness, 32, 2048, True, False, SMALL[:1])
 
 
@@ -68,9 +68,9 @@ def _experts(
     tokens = harness.size(tokens, 5)
     arrays = functools.cache(lambda: grouped_mlp.routing(harness, tokens))
 
-    for gate_up_shape, down_shape, options in shapes:
+    for gate_up_shape, down_shape in shapes:
         tiles = (Tile(*shape[:4], Launch(*shape[4:])) for shape in (gate_up_shape, down_shape))
-        plan = ExpertPlan(*tiles, **options)
+        plan = ExpertPlan(*tiles)
 
         def measure(plan: ExpertPlan = plan) -> tuple[float, float]:
             gate_up, down = grouped_mlp.weights(harness, inner, float8)

@@ -109,6 +109,19 @@ def test_kernel_against_reference(rows: int, tile_rows: int, columns: int, quant
     )
 
 
+def test_tile_wider_than_what_divides_the_weight():
+    x = jnp.asarray(weight(3, 70, 256), jnp.bfloat16)
+    values, scales = op.quantize_blocks(jnp.asarray(weight(8, 384, 256)))
+    plan = Plan(Tile(64, 256, 128, 1, triton.Launch()))
+    out = block_scaled_matmul_triton(x, values, scales, quantized=True, interpret=INTERPRET, plan=plan)
+    expected = oracle.wide(
+        op.block_scaled_matmul(x, values, scales, quantize_activations=True, implementation="xla")
+    )
+    # neighbours in bfloat16, as above
+    tolerance = {"rtol": 2 * BFLOAT16_STEP, "atol": np.abs(expected).max() * 1e-5}
+    np.testing.assert_allclose(oracle.wide(out), expected, **tolerance)
+
+
 @pytest.mark.parametrize("quantize", [False, True])
 def test_dequantised_once_against_reference(quantize: bool):
     """XLA's product of the dequantised weight, which many rows take."""
