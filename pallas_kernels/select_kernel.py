@@ -125,14 +125,22 @@ def _ordered_key(scores: jax.Array) -> jax.Array:
 
 
 def _kth_largest(keys: jax.Array, k: jax.Array, bits: jax.Array) -> jax.Array:
-    """The largest threshold that at least k keys reach, built from the highest bit down.
+    """A threshold that at least k keys reach and fewer than k exceed, built from the highest bit down.
 
     In unsigned order the threshold's bits are set one by one; the sign bit's flip maps signed order onto it.
+    Without ties a threshold that exactly k keys reach is usually found long before the last bit.
     """
 
-    def descend(step: jax.Array, found: jax.Array) -> jax.Array:
-        candidate = found | jnp.left_shift(jnp.int32(1), 31 - step)
-        reached = (keys >= (candidate ^ _SIGN_BIT)).astype(jnp.int32).sum()
-        return jnp.where(reached >= k, candidate, found)
+    def unfinished(carry: tuple[jax.Array, ...]) -> jax.Array:
+        step, _, reached = carry
+        return (step < bits) & (reached != k)
 
-    return jax.lax.fori_loop(0, bits, descend, jnp.int32(0)) ^ _SIGN_BIT
+    def descend(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        step, found, reached = carry
+        candidate = found | jnp.left_shift(jnp.int32(1), 31 - step)
+        count = (keys >= (candidate ^ _SIGN_BIT)).astype(jnp.int32).sum()
+        enough = count >= k
+        return step + 1, jnp.where(enough, candidate, found), jnp.where(enough, count, reached)
+
+    start = (jnp.int32(0), jnp.int32(0), jnp.int32(-1))
+    return jax.lax.while_loop(unfinished, descend, start)[1] ^ _SIGN_BIT
