@@ -112,6 +112,7 @@ compiled_kernel = jax.jit(kernel.hyper_connection_triton, static_argnames=(*OPTI
 PLANS = [
     kernel.Plan(16, 128, 1, 128, 1, triton.Launch(), triton.Launch()),
     kernel.Plan(16, 128, 2, 128, 2, triton.Launch(), triton.Launch()),
+    kernel.Plan(16, 16, 16, 64, 2, triton.Launch(), triton.Launch()),  # many partial sums, two collapse steps
 ]
 
 
