@@ -5,6 +5,7 @@ import importlib
 import os
 import pathlib
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 # Torch peers need memory beside jax; read before jax starts.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -30,14 +31,20 @@ def main() -> None:
         parser.error(f"no benchmark {sorted(unknown)}; there are {found}")
     run = harness.Harness(tiny=options.tiny)
     rows, failed = run.rates(), []
-    for name in options.modules or found:
+
+    def measure(name: str) -> None:
         try:
-            rows += importlib.import_module(f"benchmarks.kernels.{name}").measure(run)
+            with run.alone():
+                rows.extend(importlib.import_module(f"benchmarks.kernels.{name}").measure(run))
         except Exception:  # one kernel's failure must not cost the others' measurements
             traceback.print_exc()
             failed.append(name)
-    if not options.tiny:
-        harness.write(rows, "kernels")
+        if not options.tiny:
+            harness.write(rows, "kernels")
+
+    # Modules compile beside one another; `alone` lets one at a time on the device.
+    with ThreadPoolExecutor(len(found)) as pool:
+        list(pool.map(measure, options.modules or found))
     print(harness.table(rows))
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -71,7 +71,7 @@ def _prefill(run: Harness, tokens: int, heads: int) -> Row:
 
     seconds = run.seconds(step, initial, *x, repeats=5)
     short = tuple(a[: run.size(1024, 32), :2] for a in x)
-    out, _ = op(*short, initial[:, :2])
+    out, _ = run.call(op, *short, initial[:, :2])
     elements = tokens * heads * dim
     floor = run.floor(bytes_moved=elements * (3 * 2 + 4 + 2), flop=elements * dim * 6)
     peer = _fla_chunk(run, tokens, heads)
@@ -99,20 +99,15 @@ def _decode(run: Harness, rows: int, heads: int, window: int) -> Row:
     def op(state: Any, records: Any, layer: Any, x: Any, accepted: Any) -> Any:
         return kda_decode(*x, state, layer, ids, records, ids, accepted, implementation=run.implementation)
 
-    inner = run.size(40, 1)  # in a loop, so that the one copy of an undonated state weighs nothing
-
     def step(carry: Any, *x: Any) -> Any:
-        def once(_: Any, carry: Any) -> Any:
-            state, records, layer = carry
-            _, state, records = op(state, records, layer, x, accepted)
-            return state, records, (layer + 1) % STATE_LAYERS
-
-        return lax.fori_loop(0, inner, once, carry)
+        state, records, layer = carry
+        _, state, records = op(state, records, layer, x, accepted)
+        return state, records, (layer + 1) % STATE_LAYERS
 
     records = KdaRecords(*stacked)
-    out, _, _ = op(state, records, 0, x, jnp.zeros_like(accepted))
+    out, _, _ = run.call(op, state, records, jnp.int32(0), x, jnp.zeros_like(accepted))
     expected = _float64_recurrence(tuple(a[0] for a in x), state[0, 0])
-    seconds = run.seconds(step, (state, records, jnp.int32(0)), *x, repeats=4) / inner
+    seconds = run.seconds(step, (state, records, jnp.int32(0)), *x, repeats=40)
     floor = run.floor(bytes_moved=rows * heads * dim * dim * 4 * 2)
     peer = _fla_recurrent(run, rows, heads) if window == 1 else None
     return run.row(
@@ -139,7 +134,7 @@ def _convolution(run: Harness, rows: int, channels: int) -> Row:
         return short_convolution_decode(x, weight, state, 0, ids, accepted, implementation=run.implementation)
 
     seconds = run.seconds(lambda state, x, weight: op(x, weight, state)[1], state, x, weight, repeats=20)
-    y, _ = op(x, weight, state)
+    y, _ = run.call(op, x, weight, state)
     entries = np.concatenate(
         [np.asarray(state[0, :, window:], np.float64), np.asarray(x, np.float64)], axis=1
     )

@@ -125,7 +125,7 @@ def measure(harness: Harness) -> list[Row]:
                 seconds * 1e6,
                 floor=floor * 1e6,
                 target=3e6 * floor if name == "prefill 8192" else None,
-                error=wrong_pools(jax.jit(run)(*arrays), arrays, k),
+                error=wrong_pools(harness.call(run, *arrays), arrays, k),
             )
         )
     return rows

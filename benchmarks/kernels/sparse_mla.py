@@ -105,7 +105,7 @@ def measure(harness: Harness) -> list[Row]:
                 target=target,
                 peer="torch gather and matmul",
                 peer_value=None if peer is None else peer * 1e6,
-                error=error(jax.jit(step)(q, latents, scales, indices), q, latents, scales, indices),
+                error=error(harness.call(step, q, latents, scales, indices), q, latents, scales, indices),
             )
         )
         rows.append(

@@ -74,9 +74,8 @@ def _experts(
 
         def measure(plan: ExpertPlan = plan) -> tuple[float, float]:
             gate_up, down = grouped_mlp.weights(harness, inner, float8)
-            out = jax.jit(lambda *a: grouped_mlp.run(harness, a[:3], a[3], a[4], quantized, plan))(
-                *arrays(), gate_up, down
-            )
+            run = lambda *a: grouped_mlp.run(harness, a[:3], a[3], a[4], quantized, plan)  # noqa: E731
+            out = harness.call(run, *arrays(), gate_up, down)
             error = grouped_mlp.error(out, arrays(), gate_up, down, quantized)
             return grouped_mlp.seconds(harness, arrays(), gate_up, down, quantized, plan), error
 
@@ -153,7 +152,7 @@ def boundary_variants(harness: Harness) -> Iterator[Variant]:
             plan = hyper_connection_kernel.Plan(*sizes, Launch(*mix), Launch(*gates))
 
             def measure(plan: Any = plan, arrays: Any = arrays) -> tuple[float, float]:
-                results = jax.jit(lambda *a: hyper_connection.boundary(harness, a, plan))(*arrays())
+                results = harness.call(lambda *a: hyper_connection.boundary(harness, a, plan), *arrays())
                 error = hyper_connection.error(results, arrays())
                 return hyper_connection.seconds(harness, arrays(), plan), error
 
@@ -176,7 +175,7 @@ def sampling_variants(harness: Harness) -> Iterator[Variant]:
             plan = SamplingPlan(tile, capacity, Launch(warps, 1), Launch(settle, 1))
 
             def measure(plan: SamplingPlan = plan, arrays: Any = arrays) -> tuple[float, float]:
-                tokens = jax.jit(lambda *a: vocab_sampling.draw(harness, a, plan))(*arrays())
+                tokens = harness.call(lambda *a: vocab_sampling.draw(harness, a, plan), *arrays())
                 return vocab_sampling.seconds(harness, arrays(), plan), vocab_sampling.wrong(tokens, arrays())
 
             yield Variant(f"sampling {name}", f"{(tile, capacity, warps, settle)}", measure)
@@ -218,7 +217,7 @@ def matmul_variants(harness: Harness) -> Iterator[Variant]:
                 def step(x: jax.Array, *weight: jax.Array) -> jax.Array:
                     return x + run(x, *weight)[:, :1] * 0
 
-                error = grouped_mlp.matmul_error(jax.jit(run)(x, *weight()), x, *weight())
+                error = grouped_mlp.matmul_error(harness.call(run, x, *weight()), x, *weight())
                 return harness.seconds(step, x, *weight(), repeats=5 if len(x) > 1000 else 40), error
 
             yield Variant(f"block-fp8 matmul {tokens}", f"{shape}", measure)

@@ -51,7 +51,7 @@ def attention_variants(harness: Harness) -> Iterator[Variant]:
 
         def measure(step=step, given=given, queries=queries) -> tuple[float, float]:
             seconds = harness.seconds(step, *given(), repeats=2 if queries > 1000 else 20)
-            return seconds, sparse_mla.error(jax.jit(step)(*given()), *given())
+            return seconds, sparse_mla.error(harness.call(step, *given()), *given())
 
         name = f"heads {block} keys {keys} warps {warps} stages {stages} splits {splits}"
         yield Variant(f"attention {queries} x {heads}{' fp8' if float8 else ''}", name, measure)
@@ -79,7 +79,7 @@ def score_variants(harness: Harness) -> Iterator[Variant]:
                     return counts + jnp.minimum(run(*rest, counts)[:, 0], 0)
 
                 seconds = harness.seconds(step, arrays()[5], *arrays()[:5], repeats=4)
-                return seconds, pool_index.wrong_pools(jax.jit(run)(*arrays()), arrays(), k)
+                return seconds, pool_index.wrong_pools(harness.call(run, *arrays()), arrays(), k)
 
             name = f"tokens {tile_tokens} pools {tile_pools} shares {shares} warps {warps} stages {stages}"
             yield Variant(f"indexer {requests} x {tokens}, {pools} pools", name, measure)
@@ -102,7 +102,7 @@ def causal_variants(harness: Harness) -> Iterator[Variant]:
 
             def measure(step=step, arrays=arrays) -> tuple[float, float]:
                 seconds = harness.seconds(step, *arrays(), repeats=2)
-                return seconds, causal_mla.error(jax.jit(step)(*arrays()), arrays())
+                return seconds, causal_mla.error(harness.call(step, *arrays()), arrays())
 
             name = f"rows {rows} keys {keys} warps {warps} stages {stages}"
             yield Variant(f"causal {tokens} x {heads}{' masked' if chosen else ''}", name, measure)
@@ -123,7 +123,7 @@ def selection_variants(harness: Harness) -> Iterator[Variant]:
                     select_kernel.select, k=k, interpret=harness.tiny, longest_segment=longest
                 )
                 expected = jnp.sort(jax.lax.top_k(scores[:4], k)[1], axis=-1)
-                wrong = float((jax.jit(run)(scores, counts)[:4] != expected).mean())
+                wrong = float((harness.call(run, scores, counts)[:4] != expected).mean())
                 step = lambda counts, scores: counts + jnp.minimum(run(scores, counts)[:, 0], 0)  # noqa: E731
                 return harness.seconds(step, counts, scores), wrong
 

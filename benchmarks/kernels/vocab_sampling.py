@@ -113,7 +113,7 @@ def measure(harness: Harness) -> list[Row]:
                 target=target,
                 peer="torch sort and multinomial",
                 peer_value=None if peer is None else peer * 1e6,
-                error=wrong(jax.jit(lambda *a: draw(harness, a))(*arrays), arrays),
+                error=wrong(harness.call(lambda *a: draw(harness, a), *arrays), arrays),
             )
         )
     return rows
