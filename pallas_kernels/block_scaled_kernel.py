@@ -42,7 +42,7 @@ class Plan:
 # NVIDIA's plan for quantised rows of more than `_FEW_ROWS`: up to 1,024, and above.
 _HOPPER = (
     Plan(Tile(64, 128, BLOCK, 4, triton.Launch(4, 4))),
-    Plan(Tile(128, 256, BLOCK, 8, triton.Launch(16, 3))),
+    Plan(Tile(128, 256, BLOCK, 8, triton.Launch(8, 3))),
 )
 
 

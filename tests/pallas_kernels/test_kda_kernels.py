@@ -1,4 +1,4 @@
-"""The KDA kernels in the Pallas interpreter against the XLA references, which tests/float64 pins to numpy.
+"""The KDA kernels, interpreted or on a GPU, against the XLA references, which tests/float64 pins to numpy.
 
 float32 tolerance 2e-5: both sides accumulate in float32 over chains of at most 200 tokens of O(1) values.
 bfloat16 tolerance 2 percent of the largest value: the kernels round the state to 8 bits of mantissa before a
@@ -18,6 +18,7 @@ import pytest
 from pallas_kernels import kda_prefill_kernel
 from pallas_kernels.kda import KdaRecords, kda_chunked, kda_decode, kda_prefill
 from tests.pallas_kernels import kda_oracle
+from tests.pallas_kernels.device import INTERPRET, KERNEL
 
 HEADS, KEY, VALUE = 2, 16, 32
 GATES = ("random", "saturated", "weak")
@@ -41,7 +42,7 @@ def states(seed, *lead):
 
 @functools.partial(jax.jit, static_argnames="config")
 def prefill_kernel(*arguments, config):
-    return kda_prefill_kernel.prefill(*arguments, config=config, interpret=True)
+    return kda_prefill_kernel.prefill(*arguments, config=config, interpret=INTERPRET)
 
 
 @jax.jit
@@ -97,7 +98,7 @@ def test_prefill_kernel_keeps_earlier_outputs_bit_equal_when_later_tokens_change
 def test_prefill_through_the_public_op_equals_the_reference():
     x, initial = inputs(3, (TOKENS,)), states(4, ROWS)
     expected = prefill_reference(*x, initial, CU_SEQLENS, CHECKPOINTS)
-    out, final = kda_prefill(*x, initial, CU_SEQLENS, gate_lower_bound=-5.0, implementation="interpret")
+    out, final = kda_prefill(*x, initial, CU_SEQLENS, gate_lower_bound=-5.0, implementation=KERNEL)
     assert_near(out, expected[0], jnp.float32)
     assert_near(final, expected[1], jnp.float32)
 
@@ -105,11 +106,9 @@ def test_prefill_through_the_public_op_equals_the_reference():
 def test_prefill_takes_the_kernel_only_with_a_promised_gate():
     x, initial = inputs(6, (8,)), states(7, 1)
     with pytest.raises(ValueError, match="does not support"):
-        kda_prefill(*x, initial, np.array([0, 8], np.int32), implementation="interpret")
+        kda_prefill(*x, initial, np.array([0, 8], np.int32), implementation=KERNEL)
     with pytest.raises(ValueError, match="does not support"):
-        kda_prefill(
-            *x, initial, np.array([0, 8], np.int32), gate_lower_bound=-8.0, implementation="interpret"
-        )
+        kda_prefill(*x, initial, np.array([0, 8], np.int32), gate_lower_bound=-8.0, implementation=KERNEL)
 
 
 def test_chunked_kernel_equals_the_reference_and_ignores_padding():
@@ -119,7 +118,7 @@ def test_chunked_kernel_equals_the_reference_and_ignores_padding():
     poisoned = [jnp.where(valid.reshape(4, 40, *(1,) * (a.ndim - 2)), a, jnp.nan) for a in x]
     expected, expected_state = kda_chunked(*x, initial, lengths=lengths)
     actual, state = kda_chunked(
-        *poisoned, initial, lengths=lengths, gate_lower_bound=-5.0, implementation="interpret"
+        *poisoned, initial, lengths=lengths, gate_lower_bound=-5.0, implementation=KERNEL
     )
     assert np.isfinite(actual).all()
     assert_near(
@@ -162,7 +161,7 @@ def test_decode_kernel_equals_the_reference_and_touches_nothing_else(window, dty
             )
         )(*x, state, layer, slots, records)
 
-    (expected, expected_state, expected_records), (out, after, kept) = run("xla"), run("interpret")
+    (expected, expected_state, expected_records), (out, after, kept) = run("xla"), run(KERNEL)
     assert out.dtype == dtype
     tolerance = 2e-5 if dtype == jnp.float32 else 1e-2  # bfloat16 rounds the output once
     np.testing.assert_allclose(

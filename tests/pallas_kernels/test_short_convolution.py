@@ -1,4 +1,4 @@
-"""The short convolution's decode kernel in the Pallas interpreter against the XLA reference.
+"""The short convolution's decode kernel, interpreted or on a GPU, against the XLA reference.
 
 The reference is pinned to a numpy loop by tests/float64. Both sum four float32 products in the same order,
 so they may differ by a rounding or two: 1e-6. States are copies and must be equal.
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.short_convolution import short_convolution_decode
+from tests.pallas_kernels.device import KERNEL
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
@@ -43,7 +44,7 @@ def test_decode_kernel_equals_the_reference_and_touches_nothing_else(window):
             )
         )(x, state)
 
-    (expected, expected_state), (y, after) = run("xla"), run("interpret")
+    (expected, expected_state), (y, after) = run("xla"), run(KERNEL)
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(after, expected_state)
     assert np.isfinite(y).all()
