@@ -26,6 +26,7 @@ class CompiledSteps(NamedTuple):
 
     prefill: Callable[..., Any]  # (params, cache, batch) -> (StepOutput, Cache)
     decode: Callable[..., Any]  # (params, cache, batch) -> (StepOutput, Cache)
+    logprobs: Callable[..., Any]  # (logits, tokens), both of a StepOutput -> Logprobs
     prompt_logprobs: Callable[..., Any]  # (params, hidden, targets) -> Logprobs
     write_sampler_row: Callable[..., Any]  # (cache, slot, tables) -> Cache
 
@@ -81,11 +82,7 @@ def compile_steps(
 
 @lru_cache
 def _single_device(config: Config, top_logprobs: int, implementation: str | None) -> CompiledSteps:
-    static: dict[str, Any] = {
-        "config": config,
-        "top_logprobs": top_logprobs,
-        "implementation": implementation,
-    }
+    static: dict[str, Any] = {"config": config, "implementation": implementation}
 
     def prefill(params: Params, cache: Cache, batch: steps.PrefillBatch) -> tuple[steps.StepOutput, Cache]:
         return steps.prefill(params, cache=cache, batch=batch, **static)
@@ -96,6 +93,7 @@ def _single_device(config: Config, top_logprobs: int, implementation: str | None
     return CompiledSteps(
         prefill=jax.jit(prefill, donate_argnames="cache"),
         decode=jax.jit(decode, donate_argnames="cache"),
+        logprobs=jax.jit(partial(steps.output_logprobs, top=top_logprobs)),
         prompt_logprobs=jax.jit(partial(steps.prompt_logprobs, top=top_logprobs)),
         write_sampler_row=jax.jit(caches.write_sampler_row, donate_argnames="cache"),
     )
@@ -116,7 +114,6 @@ def _on_mesh(
     whole = PartitionSpec()
     step: dict[str, Any] = {
         "config": config,
-        "top_logprobs": top_logprobs,
         "axis": TENSOR_AXIS,
         "implementation": implementation,
     }
@@ -129,14 +126,25 @@ def _on_mesh(
     def decode(params: Params, cache: Cache, batch: steps.DecodeBatch) -> tuple[steps.StepOutput, Cache]:
         return steps.decode(params, cache=cache, batch=batch, **step)
 
-    in_and_out: dict[str, Any] = {
-        "in_specs": (split_params, split_cache, whole),
-        "out_specs": (whole, split_cache),
-    }
+    in_specs = (split_params, split_cache, whole)
+    split_logits = PartitionSpec(None, None, TENSOR_AXIS)
     shardings = jax.tree.map(partial(NamedSharding, mesh), split_cache, is_leaf=_is_spec)
     return CompiledSteps(
-        prefill=jax.jit(shard(prefill, **in_and_out), donate_argnums=1),
-        decode=jax.jit(shard(decode, **in_and_out), donate_argnums=1),
+        prefill=jax.jit(
+            shard(prefill, in_specs=in_specs, out_specs=(_output_specs(split_logits, whole), split_cache)),
+            donate_argnums=1,
+        ),
+        decode=jax.jit(
+            shard(decode, in_specs=in_specs, out_specs=(_output_specs(split_logits, None), split_cache)),
+            donate_argnums=1,
+        ),
+        logprobs=jax.jit(
+            shard(
+                partial(steps.output_logprobs, top=top_logprobs, axis=TENSOR_AXIS),
+                in_specs=(split_logits, whole),
+                out_specs=whole,
+            )
+        ),
         prompt_logprobs=jax.jit(
             shard(
                 partial(steps.prompt_logprobs, top=top_logprobs, axis=TENSOR_AXIS),
@@ -145,6 +153,16 @@ def _on_mesh(
             )
         ),
         write_sampler_row=jax.jit(caches.write_sampler_row, donate_argnames="cache", out_shardings=shardings),
+    )
+
+
+def _output_specs(logits: PartitionSpec, hidden: PartitionSpec | None) -> steps.StepOutput:
+    """`PartitionSpec` of a step's outputs: replicated but for the logits."""
+    whole: Any = PartitionSpec()  # the fields are declared as arrays
+    split: Any = logits
+    kept: Any = hidden
+    return steps.StepOutput(
+        tokens=whole, counts=whole, starts=whole, drafts=whole, healthy=whole, logits=split, hidden=kept
     )
 
 

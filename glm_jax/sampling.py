@@ -30,7 +30,6 @@ class SamplingRows:
     presence: jax.Array  # float32, 0 is off
     ends_from: jax.Array  # int32: first absolute position at which an end token may stand
     processed: jax.Array  # bool: whether the row has tables (penalties, bias, allowed tokens, minimum length)
-    logprobs: jax.Array  # bool: whether anybody reads the row's log-probabilities
 
 
 @struct.dataclass
@@ -38,7 +37,7 @@ class GrammarMask:
     """Which tokens guided rows may draw; other rows' bits are all set."""
 
     words: jax.Array  # [rows, window, ceil(vocab / 32)] uint32, lowest bit first, of the whole vocabulary
-    active: jax.Array  # [] bool: whether any row is guided; a step without one never reads the words
+    active: jax.Array  # [] bool: whether any row is guided; without one the words do not matter
 
 
 @struct.dataclass
@@ -65,45 +64,39 @@ def process_logits(
 
     `window [rows, window]` are the tokens being verified: the first is counted in the tables already, the
     drafts after it count for the positions behind them. `positions [rows, window]` are those of the tokens to
-    be sampled. Rows without tables pass unchanged; a step without any such row pays nothing.
+    be sampled. Rows without tables pass unchanged. Nothing here branches: at a branch the host of a GPU waits
+    for the device, and the next step is not dispatched ahead.
     """
     count, width, size = logits.shape
     start = shard_start(size, axis)
 
-    def with_tables(logits: jax.Array) -> jax.Array:
-        slot = jnp.maximum(request_slots, 0)
-        counts = tables.counts[slot][:, None]
-        if width > 1:  # a lone token is no draft: XLA would spend seconds on folding sums of nothing
-            drafts = window.at[:, 0].set(-1) - start
-            drafts = jnp.where((drafts < 0) | (drafts >= size), size, drafts)
-            r, w = jnp.arange(count)[:, None], jnp.arange(width)[None]
-            seen = jnp.zeros(logits.shape, jnp.int32).at[r, w, drafts].add(1, mode="drop")
-            counts = counts + jnp.cumsum(seen, axis=1)
-        prompt = jnp.broadcast_to(tables.prompt[slot][:, None], logits.shape)
+    slot = jnp.maximum(request_slots, 0)
+    counts = tables.counts[slot][:, None]
+    ids = start + jnp.arange(size, dtype=jnp.int32)
+    for draft in range(1, width):
+        behind = jnp.arange(width)[None, :, None] >= draft
+        counts = counts + (behind & (window[:, draft, None, None] == ids))
+    prompt = jnp.broadcast_to(tables.prompt[slot][:, None], logits.shape)
+    counts = jnp.broadcast_to(counts, logits.shape)
 
-        def flat(x: jax.Array) -> jax.Array:
-            return x.reshape(count * width, size)
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(count * width, size)
 
-        repetition, frequency, presence = (
-            jnp.repeat(x, width) for x in (rows.repetition, rows.frequency, rows.presence)
-        )
-        processed = apply_penalties(flat(logits), flat(prompt), flat(counts), repetition, frequency, presence)
-        processed = processed.reshape(logits.shape) + tables.bias[slot][:, None].astype(logits.dtype)
-        too_early = (positions < rows.ends_from[:, None])[..., None] & tables.ends[slot][:, None]
-        processed = jnp.where(too_early, -jnp.inf, processed)
-        return jnp.where(rows.processed[:, None, None], processed, logits)
-
-    logits = jax.lax.cond(jnp.any(rows.processed), with_tables, lambda x: x, logits)
+    repetition, frequency, presence = (
+        jnp.repeat(x, width) for x in (rows.repetition, rows.frequency, rows.presence)
+    )
+    processed = apply_penalties(flat(logits), flat(prompt), flat(counts), repetition, frequency, presence)
+    processed = processed.reshape(logits.shape) + tables.bias[slot][:, None].astype(logits.dtype)
+    too_early = (positions < rows.ends_from[:, None])[..., None] & tables.ends[slot][:, None]
+    processed = jnp.where(too_early, -jnp.inf, processed)
+    logits = jnp.where(rows.processed[:, None, None], processed, logits)
     if grammar is None:
         return logits
-
-    def guided(logits: jax.Array) -> jax.Array:
-        words = grammar.words.reshape(count * width, -1)
-        if axis is not None:
-            words = _words_of_shard(words, start, size)
-        return apply_mask(logits.reshape(count * width, size), words).reshape(logits.shape)
-
-    return jax.lax.cond(grammar.active, guided, lambda x: x, logits)
+    words = grammar.words.reshape(count * width, -1)
+    if axis is not None:
+        words = _words_of_shard(words, start, size)
+    guided = apply_mask(logits.reshape(count * width, size), words).reshape(logits.shape)
+    return jnp.where(grammar.active, guided, logits)
 
 
 def _words_of_shard(words: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
@@ -157,29 +150,12 @@ def count_tokens(
     return replace(tables, counts=tables.counts.at[slots, local].add(1, mode="drop"))
 
 
-def logprobs_of(
-    logits: jax.Array, tokens: jax.Array, wanted: jax.Array, top: int, axis: str | None = None
-) -> Logprobs:
-    """Log-probabilities of `tokens [...]` under raw `logits [..., vocab]` and the `top` best alternatives.
-
-    `wanted [rows]` bool: when no row wants any, zeros are returned and nothing of vocabulary size is read.
-    """
-
-    def compute(_: None) -> Logprobs:
-        whole = jax.nn.log_softmax(all_gather_last(logits, axis), axis=-1)
-        values, ids = jax.lax.top_k(whole, top)
-        token = jnp.take_along_axis(whole, tokens[..., None], axis=-1)
-        rank = jnp.sum(whole > token, axis=-1, dtype=jnp.int32) + 1
-        return Logprobs(
-            token[..., 0].astype(jnp.float32), rank, ids.astype(jnp.int32), values.astype(jnp.float32)
-        )
-
-    def zeros(_: None) -> Logprobs:
-        return Logprobs(
-            jnp.zeros(tokens.shape, jnp.float32),
-            jnp.zeros(tokens.shape, jnp.int32),
-            jnp.zeros((*tokens.shape, top), jnp.int32),
-            jnp.zeros((*tokens.shape, top), jnp.float32),
-        )
-
-    return jax.lax.cond(jnp.any(wanted), compute, zeros, None)
+def logprobs_of(logits: jax.Array, tokens: jax.Array, top: int, axis: str | None = None) -> Logprobs:
+    """Log-probabilities of `tokens [...]` under raw `logits [..., vocab]` and the `top` best alternatives."""
+    whole = jax.nn.log_softmax(all_gather_last(logits, axis), axis=-1)
+    values, ids = jax.lax.top_k(whole, top)
+    token = jnp.take_along_axis(whole, tokens[..., None], axis=-1)
+    rank = jnp.sum(whole > token, axis=-1, dtype=jnp.int32) + 1
+    return Logprobs(
+        token[..., 0].astype(jnp.float32), rank, ids.astype(jnp.int32), values.astype(jnp.float32)
+    )

@@ -78,7 +78,7 @@ class StepOutput:
     starts: jax.Array  # [rows] int32: absolute position of the first of them
     drafts: jax.Array  # [rows, window - 1] int32: what the next window proposes
     healthy: jax.Array  # [rows] bool: no NaN among the logits of the positions that ran
-    logprobs: Logprobs | None  # [rows, window, ...]; None when compiled without
+    logits: jax.Array  # [rows, 1 or window, vocab]: raw, for `output_logprobs`; a shard's part under a mesh
     hidden: jax.Array | None  # [tokens, hidden]: prefill's, for `prompt_logprobs`
 
 
@@ -88,14 +88,10 @@ def prefill(
     cache: Cache,
     batch: PrefillBatch,
     *,
-    top_logprobs: int = 0,
     axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[StepOutput, Cache]:
-    """Runs prompt chunks; rows with `sample` draw their first token and, with drafts on, their first drafts.
-
-    `top_logprobs` (static): how many alternatives the output reports for rows that ask; 0 reports none.
-    """
+    """Runs prompt chunks; rows with `sample` draw their first token and, with drafts on, first drafts."""
     layout = paged.TokenLayout(
         batch.row_of_token, batch.positions, batch.row_starts, batch.block_tables, batch.request_slots
     )
@@ -141,14 +137,9 @@ def prefill(
     cache = replace(
         cache, sampler=count_tokens(cache.sampler, batch.sampling, slots, sampled, counts[:, None] > 0, axis)
     )
-    pad = ((0, 0), (0, cache.window - 1))
-    logprobs = None
-    if top_logprobs:
-        wanted = batch.sampling.logprobs & batch.sample
-        one = logprobs_of(raw, sampled, wanted, top_logprobs, axis)
-        logprobs = jax.tree.map(lambda x: jnp.pad(x, (*pad, *((0, 0),) * (x.ndim - 2))), one)
+    tokens = jnp.pad(sampled, ((0, 0), (0, cache.window - 1)))
     healthy = ~jnp.isnan(jnp.max(raw, axis=(1, 2)))
-    return StepOutput(jnp.pad(sampled, pad), counts, ends, drafts, healthy, logprobs, hidden), cache
+    return StepOutput(tokens, counts, ends, drafts, healthy, raw, hidden), cache
 
 
 def decode(
@@ -157,7 +148,6 @@ def decode(
     cache: Cache,
     batch: DecodeBatch,
     *,
-    top_logprobs: int = 0,
     axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[StepOutput, Cache]:
@@ -226,11 +216,8 @@ def decode(
         cache,
         sampler=count_tokens(cache.sampler, batch.sampling, batch.request_slots, sampled, committed, axis),
     )
-    logprobs = None
-    if top_logprobs:
-        logprobs = logprobs_of(raw, sampled, batch.sampling.logprobs & live, top_logprobs, axis)
     healthy = ~jnp.any(jnp.isnan(jnp.max(raw, axis=2)) & runs, axis=1)
-    return StepOutput(sampled, counts, start + 1, drafts, healthy, logprobs, None), cache
+    return StepOutput(sampled, counts, start + 1, drafts, healthy, raw, None), cache
 
 
 def _replay(batch: DecodeBatch, start: jax.Array, accepted: jax.Array) -> paged.Replay:
@@ -244,6 +231,15 @@ def _replay(batch: DecodeBatch, start: jax.Array, accepted: jax.Array) -> paged.
         publish_after=jnp.where(crossed, after, -1),
         publish_slots=jnp.where(crossed, batch.publish_slots, -1),
     )
+
+
+def output_logprobs(logits: jax.Array, tokens: jax.Array, top: int, axis: str | None = None) -> Logprobs:
+    """Log-probabilities of a step's tokens, `[rows, 1 or window, ...]`, from its output.
+
+    A program of its own, run where a request asks: a condition inside the step would make the host wait for
+    the device in every step.
+    """
+    return logprobs_of(logits, tokens[:, : logits.shape[1]], top, axis)
 
 
 def prompt_logprobs(
@@ -261,7 +257,7 @@ def prompt_logprobs(
 
     def one_tile(inputs: tuple[jax.Array, jax.Array]) -> Logprobs:
         logits = vocabulary_logits(params, inputs[0])
-        return logprobs_of(logits, inputs[1], jnp.ones(1, bool), top, axis)
+        return logprobs_of(logits, inputs[1], top, axis)
 
     tiles = jax.lax.map(one_tile, (hidden, targets))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], tiles)

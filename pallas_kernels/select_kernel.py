@@ -124,6 +124,10 @@ def _ordered_key(scores: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
+_Descent = tuple[jax.Array, jax.Array, jax.Array]
+"""The next bit's number, the threshold so far, how many keys reach it."""
+
+
 def _kth_largest(keys: jax.Array, k: jax.Array, bits: jax.Array) -> jax.Array:
     """A threshold that at least k keys reach and fewer than k exceed, built from the highest bit down.
 
@@ -131,11 +135,11 @@ def _kth_largest(keys: jax.Array, k: jax.Array, bits: jax.Array) -> jax.Array:
     Without ties a threshold that exactly k keys reach is usually found long before the last bit.
     """
 
-    def unfinished(carry: tuple[jax.Array, ...]) -> jax.Array:
+    def unfinished(carry: _Descent) -> jax.Array:
         step, _, reached = carry
         return (step < bits) & (reached != k)
 
-    def descend(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def descend(carry: _Descent) -> _Descent:
         step, found, reached = carry
         candidate = found | jnp.left_shift(jnp.int32(1), 31 - step)
         count = (keys >= (candidate ^ _SIGN_BIT)).astype(jnp.int32).sum()

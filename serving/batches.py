@@ -115,7 +115,6 @@ def sampling_rows(answers: Sequence[Answer], rows: int) -> SamplingRows:
         presence=column([p.presence_penalty for p in params], np.float32),
         ends_from=column([len(a.request.prompt) + a.request.sampling.min_tokens for a in answers], np.int32),
         processed=column([needs_tables(p) for p in params], np.bool_),
-        logprobs=column([p.logprobs is not None for p in params], np.bool_),
     )
 
 

@@ -54,9 +54,11 @@ class _Dispatched:
     """A step on the device."""
 
     plan: Plan
-    prefill: StepOutput | None
-    decode: StepOutput | None
-    prompt_logprobs: LogprobReader | None
+    prefill: StepOutput | None = None
+    decode: StepOutput | None = None
+    first_logprobs: LogprobReader | None = None  # of the tokens that prefill draws
+    logprobs: LogprobReader | None = None  # of decode's
+    prompt_logprobs: LogprobReader | None = None
 
 
 class Engine:
@@ -204,12 +206,15 @@ class Engine:
         prefills, decodes = self.padding_batches()
         self._runner.compile(prefills, decodes)
         for tokens, batch in zip(self._token_buckets, prefills, strict=True):
-            self._prompt_logprobs(self._runner.prefill(batch), np.zeros(tokens, np.int32))
+            output = self._runner.prefill(batch)
+            self._prompt_logprobs(output, np.zeros(tokens, np.int32))
+        self._runner.logprobs(output)  # every chunk's output has the same rows
         for windows in decodes:
             output = self._runner.decode(windows)
+            self._runner.logprobs(output)
         self._runner.write_sampler_row(0, tables_of(None, self._eos, self._vocab_size))
         np.asarray(output.counts)  # waits for the device
-        return 2 * len(self._token_buckets) + len(self._row_buckets) + 1
+        return 2 * len(self._token_buckets) + 2 * len(self._row_buckets) + 2
 
     def padding_batches(self) -> tuple[list[PrefillBatch], list[DecodeBatch]]:
         """Empty batches of every shape that steps have."""
@@ -239,7 +244,7 @@ class Engine:
     # --- inside -------------------------------------------------------------------------------------
 
     def _dispatch(self, plan: Plan) -> _Dispatched:
-        prefill = decode = prompt_logprobs = None
+        step = _Dispatched(plan)
         for chunk in plan.prefill:
             answer, place = chunk.answer, chunk.placement
             if chunk.start == place.resumed_at and needs_tables(answer.request.sampling):
@@ -254,9 +259,14 @@ class Engine:
             batch = dataclasses.replace(
                 batch, grammar=mask_of(guided, batch.request_slots.shape[0], 1, self._vocab_size)
             )
-            prefill = self._runner.prefill(batch)
-            if any(c.answer.request.sampling.prompt_logprobs is not None for c in plan.prefill):
-                prompt_logprobs = self._prompt_logprobs(prefill, batch.next_tokens)
+            output = self._runner.prefill(batch)
+            step = dataclasses.replace(step, prefill=output)
+            asked = [chunk.answer.request.sampling for chunk in plan.prefill]
+            if any(sampling.logprobs is not None for sampling in asked):
+                step = dataclasses.replace(step, first_logprobs=LogprobReader(self._runner.logprobs(output)))
+            if any(sampling.prompt_logprobs is not None for sampling in asked):
+                reader = self._prompt_logprobs(output, batch.next_tokens)
+                step = dataclasses.replace(step, prompt_logprobs=reader)
         if plan.decode:
             bucket = batches.smallest_bucket(self._row_buckets, len(plan.decode))
             windows = batches.decode_batch(plan.decode, self._scheduler, bucket)
@@ -266,8 +276,11 @@ class Engine:
             ]
             width = self._runner.window
             windows = dataclasses.replace(windows, grammar=mask_of(guided, bucket, width, self._vocab_size))
-            decode = self._runner.decode(windows)
-        return _Dispatched(plan, prefill, decode, prompt_logprobs)
+            output = self._runner.decode(windows)
+            step = dataclasses.replace(step, decode=output)
+            if any(w.answer.request.sampling.logprobs is not None for w in plan.decode):
+                step = dataclasses.replace(step, logprobs=LogprobReader(self._runner.logprobs(output)))
+        return step
 
     def _prompt_logprobs(self, prefill: StepOutput, targets: Any) -> LogprobReader:
         hidden = prefill.hidden
@@ -277,7 +290,7 @@ class Engine:
         """Turns a step's outputs into answers; waits for the device where it is not done."""
         deltas = []
         if step.prefill is not None:
-            output = _HostOutput(step.prefill)
+            output = _HostOutput(step.prefill, step.first_logprobs)
             first = 0
             for row, chunk in enumerate(step.plan.prefill):
                 self._statistics.prompted(chunk.length)
@@ -287,7 +300,7 @@ class Engine:
                 if chunk.last and chunk.answer.placement is chunk.placement:
                     deltas.append(self._extend(chunk.answer, output, row, "first token"))
         if step.decode is not None:
-            output = _HostOutput(step.decode)
+            output = _HostOutput(step.decode, step.logprobs)
             for row, window in enumerate(step.plan.decode):
                 if window.limit:
                     deltas += self._read_window(window, output, row)
@@ -357,12 +370,12 @@ class Engine:
 class _HostOutput:
     """A step's output on the host; making one waits for the step."""
 
-    def __init__(self, output: StepOutput) -> None:
+    def __init__(self, output: StepOutput, logprobs: LogprobReader | None) -> None:
         self.counts = np.asarray(output.counts)
         self.tokens = np.asarray(output.tokens)
         self.healthy = np.asarray(output.healthy)
         self._drafts = output.drafts
-        self.logprobs = None if output.logprobs is None else LogprobReader(output.logprobs)
+        self.logprobs = logprobs
 
     def drafts(self) -> np.ndarray:
         """`[rows, window - 1]`, copied only when asked for."""

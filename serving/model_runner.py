@@ -36,6 +36,8 @@ class Runner(Protocol):
 
     def decode(self, batch: DecodeBatch) -> StepOutput: ...
 
+    def logprobs(self, output: StepOutput) -> Logprobs: ...
+
     def prompt_logprobs(self, hidden: jax.Array, targets: Any) -> Logprobs: ...
 
     def write_sampler_row(self, row: int, tables: SamplerTables) -> None: ...
@@ -88,12 +90,15 @@ class ModelRunner:
 
     def prefill(self, batch: PrefillBatch) -> StepOutput:
         output, self._cache = self._steps.prefill(self._params, self._cache, self._with_mask(batch, 1))
-        return output
+        return _on_its_way(output)
 
     def decode(self, batch: DecodeBatch) -> StepOutput:
         batch = self._with_mask(batch, self.window)
         output, self._cache = self._steps.decode(self._params, self._cache, batch)
-        return output
+        return _on_its_way(output)
+
+    def logprobs(self, output: StepOutput) -> Logprobs:
+        return self._steps.logprobs(output.logits, output.tokens)
 
     def prompt_logprobs(self, hidden: jax.Array, targets: Any) -> Logprobs:
         return self._steps.prompt_logprobs(self._params, hidden, targets)
@@ -112,3 +117,10 @@ class ModelRunner:
             words = jnp.full((rows, window, self._words), np.uint32(0xFFFFFFFF))
             self._neutral[rows, window] = GrammarMask(words, jnp.zeros((), bool))
         return self._neutral[rows, window]
+
+
+def _on_its_way(output: StepOutput) -> StepOutput:
+    """The same, what the host reads of it being copied as soon as it is computed."""
+    for array in (output.counts, output.tokens, output.healthy):
+        array.copy_to_host_async()
+    return output

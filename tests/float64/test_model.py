@@ -128,7 +128,6 @@ def sampling(rows, temperature):
         presence=np.zeros(rows, np.float32),
         ends_from=np.zeros(rows, np.int32),
         processed=np.zeros(rows, bool),
-        logprobs=np.zeros(rows, bool),
     )
 
 

@@ -64,7 +64,6 @@ def greedy(
         presence=jnp.zeros(rows, jnp.float32),
         ends_from=jnp.zeros(rows, jnp.int32),
         processed=jnp.zeros(rows, bool),
-        logprobs=jnp.zeros(rows, bool),
     )
     lengths = np.array([len(prompt) for prompt in prompts])
     out, cache = _prefill(

@@ -111,6 +111,9 @@ class FakeDevice:
         self._owned_alone(batch)
         return self._output(out)
 
+    def logprobs(self, output: StepOutput) -> Logprobs:
+        return _logprobs(np.asarray(output.tokens), np.asarray(output.logits))
+
     def prompt_logprobs(self, hidden: Any, targets: np.ndarray) -> Logprobs:
         return _logprobs(np.asarray(targets), np.asarray(hidden))
 
@@ -235,10 +238,9 @@ class FakeDevice:
         }
 
     def _output(self, out: dict[str, np.ndarray], hidden: np.ndarray | None = None) -> StepOutput:
-        """A position stands in for the hidden state there, so that log-probabilities can tell it."""
+        """Positions stand in for the logits and hidden states there: log-probabilities can tell them."""
         positions = out.pop("positions")
-        logprobs = _logprobs(out["tokens"], positions)
-        return StepOutput(starts=None, logprobs=logprobs, hidden=hidden, **out)
+        return StepOutput(starts=None, logits=positions, hidden=hidden, **out)
 
     def _count(self, phase: str, array: object) -> None:
         self.shapes.add((phase, np.shape(array)[0]))

@@ -97,7 +97,8 @@ def test_requests_wait_for_blocks_in_order() -> None:
 
 def test_no_shape_but_the_warmed_up_ones() -> None:
     made, runner = engine(max_num_batched_tokens=300, max_num_seqs=3)
-    assert made.warm_up() == 3 + 3 + 3 + 1  # prefills, their prompt log-probabilities, decodes, tables
+    # prefills, their prompt log-probabilities; decodes, their log-probabilities; prefills'; tables
+    assert made.warm_up() == 3 + 3 + 3 + 3 + 1 + 1
     warmed = set(runner.shapes)
     assert runner.compiled == warmed
     assert warmed == {

@@ -361,7 +361,7 @@ def test_rule_8_matmul_precision_is_spelled(phase: str) -> None:
         batch: Any = batches.prefill_batch((), scheduler, 32)
     else:
         program, batch = steps.decode, batches.decode_batch((), scheduler, 2)
-    closed = jax.make_jaxpr(lambda p, c, b: program(p, config, c, b, top_logprobs=2, implementation="xla"))(
+    closed = jax.make_jaxpr(lambda p, c, b: program(p, config, c, b, implementation="xla"))(
         params, cache, jax.tree.map(jnp.asarray, batch)
     )
     dots = [e for e in equations(closed.jaxpr) if e.primitive.name == "dot_general"]
