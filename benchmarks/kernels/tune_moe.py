@@ -129,20 +129,18 @@ def glue_variants(harness: Harness) -> Iterator[Variant]:
 def boundary_variants(harness: Harness) -> Iterator[Variant]:
     """(tokens, mix channels, mix splits, gate channels, gate splits), (warps, stages) of mix and of gates."""
     narrow = [
+        ((16, 128, 32, 128, 32), (8, 1), (1, 1)),
+        ((16, 128, 32, 128, 32), (4, 1), (1, 1)),
+        ((16, 64, 32, 128, 32), (4, 3), (1, 1)),
+        ((16, 64, 64, 128, 32), (4, 1), (1, 1)),
         ((16, 32, 32, 128, 32), (1, 3), (1, 1)),
-        ((16, 32, 32, 128, 32), (1, 3), (4, 1)),
-        ((16, 32, 64, 128, 32), (1, 2), (4, 1)),
-        ((16, 32, 16, 128, 32), (1, 3), (1, 1)),
-        ((16, 16, 32, 128, 32), (1, 4), (2, 1)),
     ]
-    # One warp of 16 tokens repeats no other warp's work, and eight such programs fit in a multiprocessor.
     wide = [
-        ((16, 32, 4, 128, 4), (1, 3), (4, 1)),
+        ((16, 64, 4, 128, 4), (4, 3), (4, 1)),
+        ((16, 64, 4, 128, 4), (4, 2), (4, 1)),
         ((16, 32, 8, 128, 4), (1, 3), (4, 1)),
-        ((16, 32, 4, 128, 4), (1, 2), (4, 1)),
-        ((32, 32, 4, 128, 4), (2, 3), (4, 2)),
-        ((16, 32, 8, 128, 8), (1, 2), (2, 1)),
-        ((64, 16, 4, 64, 4), (4, 4), (4, 1)),
+        ((16, 16, 8, 128, 4), (1, 4), (4, 1)),
+        ((64, 16, 8, 128, 4), (4, 3), (4, 1)),
     ]
     for tokens, shapes in ((32, narrow), (8192, wide)):
         count = harness.size(tokens, 5)
