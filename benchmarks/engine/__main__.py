@@ -5,6 +5,7 @@ import functools
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -24,6 +25,7 @@ from serving.memory_plan import geometry
 
 STEPS = 20
 WHOLE_LAYERS = 45
+PARTS = ("compile", "drafts", "whole")
 
 
 class Bench:
@@ -89,12 +91,24 @@ class Bench:
             self.add(f"{label}, tracing and lowering", lowering, "s")
             self.add(label, seconds, "s", target=30.0)
 
-    def decode(self, engine: Engine, drafts: int, rows: int) -> float:
-        """Milliseconds of an engine step with `rows` decoding answers, everything included."""
+    def compile_some(self, engine: Engine, chunk: int, rows: Sequence[int]) -> None:
+        """Compiles the programs of one chunk size and these row counts."""
+        prefills, decodes = engine.padding_batches()
+        engine._runner.compile(
+            [batch for batch in prefills if batch.tokens.shape[0] == chunk],
+            [batch for batch in decodes if batch.request_slots.shape[0] in rows],
+        )
+
+    def decode(self, engine: Engine, drafts: int, rows: int, chunk: int) -> float:
+        """Milliseconds of an engine step with `rows` decoding answers, everything included.
+
+        All prompts fill one chunk, so that no other program than those compiled is needed.
+        """
         rng = np.random.default_rng(0)
         sampling = SamplingParams(temperature=0, max_tokens=self.context - 64, ignore_eos=True)
+        length = min(chunk // rows, self.context // 2)
         requests = [
-            engine.submit(rng.integers(0, self.config.vocab_size, self.context // 2).tolist(), sampling)
+            engine.submit(rng.integers(0, self.config.vocab_size, length).tolist(), sampling)
             for _ in range(rows)
         ]
         while engine._scheduler.waiting or any(not a.placement.decoding for a in engine._scheduler.running):
@@ -128,36 +142,48 @@ class Bench:
     def prefill(self, engine: Engine, tokens: int) -> None:
         rng = np.random.default_rng(1)
         sampling = SamplingParams(temperature=0, max_tokens=1)
-        for _ in range(2):
-            prompts = [rng.integers(0, self.config.vocab_size, self.context).tolist() for _ in range(4)]
-            begin = time.perf_counter()
-            for prompt in prompts:
-                engine.submit(prompt, sampling)
-            engine.run_until_idle()
-            seconds = time.perf_counter() - begin
-        rate = 4 * self.context / seconds
-        self.add(f"prefill, chunks of {tokens}", rate, "tokens/s", better="higher")
+        length = min(self.context, tokens)
+        count = 4 * tokens // length
 
-    def run(self) -> None:
-        cold = tempfile.mkdtemp()
-        jax.config.update("jax_compilation_cache_dir", cold)
+        def run() -> None:
+            for _ in range(count):
+                engine.submit(rng.integers(0, self.config.vocab_size, length).tolist(), sampling)
+            engine.run_until_idle()
+
+        run()
+        begin = time.perf_counter()
+        run()
+        rate = count * length / (time.perf_counter() - begin)
+        busy, by_name = kernel_seconds(run)
+        floor = count * length / busy if busy else None
+        self.add(f"prefill, chunks of {tokens}", rate, "tokens/s", better="higher", floor=floor)
+        for name, seconds in by_name.most_common(24):
+            print(f"  {seconds / 4 * 1e3:8.3f} ms a chunk  {name[:100]}")
+
+    def run(self, parts: Sequence[str]) -> None:
+        jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         rows = (1, 2, 3) if self.tiny else (1, 32, 64)
         chunk = 64 if self.tiny else 8192
-        for label in ("cold", "from the persistent cache"):
+        engine = self.engine(0, rows[-1], chunk)
+        if "compile" in parts:
+            self.compile_all(engine, "cold")
             jax.clear_caches()
             compiled_steps._single_device.cache_clear()
             engine = self.engine(0, rows[-1], chunk)
-            self.compile_all(engine, label)
-        engine.warm_up()
-        plain = {n: self.decode(engine, 0, n) for n in rows}
+            self.compile_all(engine, "from the persistent cache")
+        else:
+            self.compile_some(engine, chunk, rows)
+        plain = {n: self.decode(engine, 0, n, chunk) for n in rows}
         self.prefill(engine, chunk)
-        drafting = self.engine(3, rows[1], chunk)
-        self.compile_all(drafting, "3 drafts, cold")
-        drafting.warm_up()
-        drafted = self.decode(drafting, 3, rows[1])
-        self.add(f"a step with 3 drafts over one without, {rows[1]} rows", drafted / plain[rows[1]], "x")
-        self.compile_whole_model(rows[1], chunk)
+        if "drafts" in parts:
+            drafting = self.engine(3, rows[1], chunk)
+            self.compile_some(drafting, chunk, rows[1:2])
+            drafted = self.decode(drafting, 3, rows[1], chunk)
+            name = f"a step with 3 drafts over one without, {rows[1]} rows"
+            self.add(name, drafted / plain[rows[1]], "x")
+        if "whole" in parts:
+            self.compile_whole_model(rows[1], chunk)
 
 
 def main() -> None:
@@ -166,10 +192,14 @@ def main() -> None:
         "--tiny", action="store_true", help="small shapes on a CPU: a rehearsal, nothing written"
     )
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS,
+        help="besides decode and prefill: compile times of every bucket, drafts, programs of all 45 layers",
+    )  # fmt: skip
     options = parser.parse_args()
     bench = Bench(options.tiny, options.layers)
     try:
-        bench.run()
+        bench.run(options.parts)
     finally:
         print(table(bench.rows))
 
