@@ -194,6 +194,7 @@ def kda_decode(
     if chosen == "xla":
         out, state, stacked = kda_decode_reference.decode(*arguments)
     else:
-        cuda, rocm = kda_decode_kernel.CUDA, kda_decode_kernel.ROCM
+        rows, _, heads, value_dim = v.shape
+        cuda, rocm = kda_decode_kernel.cuda_config(rows, heads, value_dim), kda_decode_kernel.ROCM
         out, state, stacked = _run_kernel(kda_decode_kernel.decode, arguments, chosen, cuda=cuda, rocm=rocm)
     return out, state, KdaRecords(*stacked)

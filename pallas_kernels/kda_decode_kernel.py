@@ -34,6 +34,15 @@ CUDA = DecodeConfig()
 ROCM = DecodeConfig(num_warps=2)
 
 
+def cuda_config(rows: int, heads: int, value_dim: int) -> DecodeConfig:
+    """NVIDIA's configuration: programs of one tile each where many heads keep the device filled throughout.
+
+    For 32 rows of 64 heads on an H200 a window of 1 token takes 103 us with four programs a head, the second
+    kernel included, and 112 with one; a window of 4 tokens that replays 4 takes 209 and 232.
+    """
+    return DecodeConfig(splits=4) if rows * heads >= 1024 and value_dim >= 128 else CUDA
+
+
 def supported(q: jax.Array, v: jax.Array, state: jax.Array) -> bool:
     """Whether the kernel takes these shapes and dtypes: head dimensions a power of two, a float32 state."""
     dims = (q.shape[-1], v.shape[-1])

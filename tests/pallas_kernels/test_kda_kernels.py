@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import kda_prefill_kernel
+from pallas_kernels import kda_decode_kernel, kda_prefill_kernel
 from pallas_kernels.kda import KdaRecords, kda_chunked, kda_decode, kda_prefill
 from tests.pallas_kernels import kda_oracle
 from tests.pallas_kernels.device import INTERPRET, KERNEL
@@ -129,9 +129,11 @@ def test_chunked_kernel_equals_the_reference_and_ignores_padding():
     assert_near(state, expected_state, jnp.float32)
 
 
-@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize(("window", "splits"), [(1, 1), (3, 1), (8, 1), (1, 2), (3, 2)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_decode_kernel_equals_the_reference_and_touches_nothing_else(window, dtype):
+def test_decode_kernel_equals_the_reference_and_touches_nothing_else(window, splits, dtype, monkeypatch):
+    config = kda_decode_kernel.DecodeConfig(splits=splits)  # the one that many heads get has splits
+    monkeypatch.setattr(kda_decode_kernel, "cuda_config", lambda *_: config)
     layers, slot_count, requests, layer = 2, 9, 6, 1
     slots, record_slots = jnp.array([5, -1, 2, 8, 0]), jnp.array([4, -1, 0, 2, 5])
     accepted = jnp.array([window, window, 0, (window + 1) // 2, 1], jnp.int32)
