@@ -45,15 +45,16 @@ def supports(streams: jax.Array, fn: jax.Array) -> bool:
 def cuda_plan(tokens: int, dim: int) -> Plan:
     """Tiles for NVIDIA: 16 tokens of as many channels as give every warp whole cache lines.
 
-    The update is computed once (`compute_once`), so that warps divide it by channels or by tokens alike. Many
-    tokens: four programs of four warps fit in a multiprocessor with two steps of loads on their way. Few
-    tokens: one step, whose loads all start at once.
+    The update is computed once (`compute_once`), so that warps divide it by channels or by tokens alike. Four
+    programs of four warps fit in a multiprocessor with two steps of loads on their way. A program of few
+    tokens has one step, whose loads all start at once.
     """
-    _, splits = _splits(tokens, dim)
-    if tokens >= 1024:
-        splits = min(4, (dim & -dim) // 128)
-        return Plan(16, 64, splits, 128, splits, triton.Launch(4, 3), triton.Launch(4, 1))
-    return Plan(16, 128, splits, 128, splits, triton.Launch(8, 1), triton.Launch(1, 1))
+    many = tokens >= 1024
+    splits = min(4, (dim & -dim) // 128) if many else _splits(tokens, dim)[1]
+    gates = triton.Launch(4 if many else 1, 1)
+    if dim // splits == 128:
+        return Plan(16, 128, splits, 128, splits, triton.Launch(8, 1), gates)
+    return Plan(16, 64, splits, 128, splits, triton.Launch(4, 3), gates)
 
 
 def rocm_plan(tokens: int, dim: int) -> Plan:
