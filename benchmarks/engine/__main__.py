@@ -91,24 +91,12 @@ class Bench:
             self.add(f"{label}, tracing and lowering", lowering, "s")
             self.add(label, seconds, "s", target=30.0)
 
-    def compile_some(self, engine: Engine, chunk: int, rows: Sequence[int]) -> None:
-        """Compiles the programs of one chunk size and these row counts."""
-        prefills, decodes = engine.padding_batches()
-        engine._runner.compile(
-            [batch for batch in prefills if batch.tokens.shape[0] == chunk],
-            [batch for batch in decodes if batch.request_slots.shape[0] in rows],
-        )
-
-    def decode(self, engine: Engine, drafts: int, rows: int, chunk: int) -> float:
-        """Milliseconds of an engine step with `rows` decoding answers, everything included.
-
-        All prompts fill one chunk, so that no other program than those compiled is needed.
-        """
+    def decode(self, engine: Engine, drafts: int, rows: int) -> float:
+        """Milliseconds of an engine step with `rows` decoding answers, everything included."""
         rng = np.random.default_rng(0)
         sampling = SamplingParams(temperature=0, max_tokens=self.context - 64, ignore_eos=True)
-        length = min(chunk // rows, self.context // 2)
         requests = [
-            engine.submit(rng.integers(0, self.config.vocab_size, length).tolist(), sampling)
+            engine.submit(rng.integers(0, self.config.vocab_size, self.context // 2).tolist(), sampling)
             for _ in range(rows)
         ]
         while engine._scheduler.waiting or any(not a.placement.decoding for a in engine._scheduler.running):
@@ -172,14 +160,14 @@ class Bench:
             compiled_steps._single_device.cache_clear()
             engine = self.engine(0, rows[-1], chunk)
             self.compile_all(engine, "from the persistent cache")
-        else:
-            self.compile_some(engine, chunk, rows)
-        plain = {n: self.decode(engine, 0, n, chunk) for n in rows}
+        # Requests come and go, so every bucket's program is needed, not only those measured.
+        engine.warm_up()
+        plain = {n: self.decode(engine, 0, n) for n in rows}
         self.prefill(engine, chunk)
         if "drafts" in parts:
             drafting = self.engine(3, rows[1], chunk)
-            self.compile_some(drafting, chunk, rows[1:2])
-            drafted = self.decode(drafting, 3, rows[1], chunk)
+            drafting.warm_up()
+            drafted = self.decode(drafting, 3, rows[1])
             name = f"a step with 3 drafts over one without, {rows[1]} rows"
             self.add(name, drafted / plain[rows[1]], "x")
         if "whole" in parts:

@@ -30,17 +30,26 @@ def main() -> None:
     if unknown := set(options.modules) - set(found):
         parser.error(f"no benchmark {sorted(unknown)}; there are {found}")
     run = harness.Harness(tiny=options.tiny)
-    rows, failed = run.rates(), []
+    rows: list[harness.Row] = []
+    failed: list[str] = []
+
+    def take(row: harness.Row) -> None:
+        """A run that is cut short keeps what it has."""
+        rows.append(row)
+        print(harness.table([row]).splitlines()[-1], flush=True)
+        if not options.tiny:
+            harness.write(rows, "kernels")
+
+    run.takers.append(take)
+    run.rates()
 
     def measure(name: str) -> None:
         try:
             with run.alone():
-                rows.extend(importlib.import_module(f"benchmarks.kernels.{name}").measure(run))
+                importlib.import_module(f"benchmarks.kernels.{name}").measure(run)
         except Exception:  # one kernel's failure must not cost the others' measurements
             traceback.print_exc()
             failed.append(name)
-        if not options.tiny:
-            harness.write(rows, "kernels")
 
     # Modules compile beside one another; `alone` lets one at a time on the device.
     with ThreadPoolExecutor(len(found)) as pool:

@@ -43,6 +43,7 @@ class Harness:
         self.implementation = "interpret" if tiny else "triton"
         self.device = jax.devices()[0].device_kind
         self.trials = 1 if tiny else 10
+        self.takers: list[Callable[[Row], None]] = []  # called with every row as it is made
         self._alone = threading.Lock()
 
     @contextlib.contextmanager
@@ -186,9 +187,12 @@ class Harness:
         row = {"name": name, "value": value, "unit": unit, "better": better, "call": call, "floor": floor}
         row |= {"target": target, "peer": peer, "peer_value": peer_value, "error": error}
         row |= {"device": self.device, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
-        return {
+        kept = {
             key: float(f"{v:.5g}") if isinstance(v, float) else v for key, v in row.items() if v is not None
         }
+        for take in self.takers:
+            take(kept)
+        return kept
 
     def rates(self) -> list[Row]:
         return [
