@@ -31,12 +31,14 @@ class Tiles:
 
 CUDA = Tiles(_ROWS, 64, triton.Launch(num_warps=8, num_stages=2))
 # 64 float8 keys widened need 233 KiB of shared memory as XLA's Triton compiles them; an H200 has 227.
+CUDA_WIDE = Tiles(_ROWS, 16, triton.Launch(num_warps=8, num_stages=2))  # rows above 1 KiB: float32
 CUDA_FLOAT8 = Tiles(_ROWS, 32, triton.Launch(num_warps=8, num_stages=4))
 ROCM = Tiles(_ROWS, 16, triton.Launch(num_warps=4, num_stages=1), rocm=True)
 
 
 def supported(q: jax.Array, latents: jax.Array, kpool: int, masked: bool) -> bool:
-    """Heads a power of two up to 64; a tile of keys within one word of bits."""
+    """Heads a power of two up to 64; with `masked`, kpool a power of two of at least 2: the keys of the
+    largest tile then lie within one word of bits."""
     heads = q.shape[1]
     fits = not masked or (kpool & (kpool - 1) == 0 and 32 * kpool >= CUDA.keys)
     return heads & (heads - 1) == 0 and heads <= _ROWS and fits and sparse_mla_kernel.supported(q, latents)
@@ -78,7 +80,8 @@ def causal_mla(
         kpool=kpool,
         interpret=interpret,
     )
-    cuda = CUDA if latent_scales is None else CUDA_FLOAT8
+    wide = sparse_mla_kernel.wide_rows(q)
+    cuda = CUDA_FLOAT8 if latent_scales is not None else CUDA_WIDE if wide else CUDA
     if tiles is not None or interpret:
         return run(tiles or cuda, *arrays)
     return triton.per_platform(run, *arrays, cuda=cuda, rocm=ROCM)
@@ -124,6 +127,15 @@ def _run(
     return out[: tokens * heads].reshape(q.shape)
 
 
+def _quotient(x: jax.Array, n: int) -> jax.Array:
+    """x // n of numbers that are not negative, which spares the rounding of `//`."""
+    return lax.div(x, jnp.asarray(n, x.dtype))
+
+
+def _remainder(x: jax.Array, n: int) -> jax.Array:
+    return lax.rem(x, jnp.asarray(n, x.dtype))
+
+
 def _attend(
     layer_ref: Any,
     q_ref: Any,
@@ -148,8 +160,8 @@ def _attend(
     chosen_ref = refs[-2] if masked else None
     dim = q_ref.shape[1]
     layer = layer_ref[0]
-    query = (programs - 1 - triton.program_id(0)) * rows + jnp.arange(rows)
-    token = lax.div(query, heads)
+    query = (programs - 1 - triton.program_id(0)) * rows + jnp.arange(rows, dtype=jnp.int32)
+    token = _quotient(query, heads)
     real = token < tokens
     row = triton.load(row_ref.at[token], mask=real, other=-1)
     position = triton.load(position_ref.at[token], mask=real, other=-1)
@@ -163,28 +175,28 @@ def _attend(
 
         def cache_rows(tile: int | jax.Array) -> jax.Array:
             # Past the last token, the last token's row stands in: its weight is zero, and it holds numbers.
-            at = jnp.clip(tile * keys + jnp.arange(keys), 0, jnp.maximum(last, 0))
-            block = triton.load(tables_ref.at[number, lax.div(at, block_size)])
-            return block * block_size + lax.rem(at, block_size)
+            at = jnp.clip(tile * keys + jnp.arange(keys, dtype=jnp.int32), 0, jnp.maximum(last, 0))
+            block = triton.load(tables_ref.at[number, _quotient(at, block_size)])
+            return block * block_size + _remainder(at, block_size)
 
         def body(tile: jax.Array, carry: tuple) -> tuple:
             sums, cached = carry
             ahead = cache_rows(tile + 1)
-            at = tile * keys + jnp.arange(keys)
+            at = tile * keys + jnp.arange(keys, dtype=jnp.int32)
             visible = of_row[:, None] & (at[None, :] <= position[:, None])
             if chosen_ref is not None:
-                pool = lax.div(at, kpool)
+                pool = _quotient(at, kpool)
                 word = triton.load(
-                    chosen_ref.at[token, lax.div(tile * keys, 32 * kpool)], mask=real & (row >= 0), other=0
+                    chosen_ref.at[token, _quotient(tile * keys, 32 * kpool)], mask=real & (row >= 0), other=0
                 )
-                bit = jnp.right_shift(word[:, None], lax.rem(pool, 32)[None, :]) & 1
-                tail = at[None, :] >= (lax.div(position + 1, kpool) * kpool)[:, None]
+                bit = jnp.right_shift(word[:, None], _remainder(pool, 32)[None, :]) & 1
+                tail = at[None, :] >= (_quotient(position + 1, kpool) * kpool)[:, None]
                 visible &= (bit == 1) | tail
             latents = load_tile(cached)
             some = None if rocm else tile * keys <= last
             return sparse_mla_kernel.attend_tile(q, latents, visible, scale, some, *sums), ahead
 
-        return lax.fori_loop(0, lax.div(last + keys, keys), body, (carry, cache_rows(0)))[0]
+        return lax.fori_loop(jnp.int32(0), _quotient(last + keys, keys), body, (carry, cache_rows(0)))[0]
 
     first = jnp.where(row >= 0, row, 2**30).min()
     start = sparse_mla_kernel.empty_sums(rows, dim)

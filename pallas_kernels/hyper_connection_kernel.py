@@ -227,7 +227,8 @@ def _mix_kernel(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         if "fn" in ref:
             for k in range(STREAMS):
                 # Products of two bfloat16 are exact in float32. Streams are the left operand: warps divide
-                # its rows, whereas each holds all of the right one.
+                # its rows, whereas each holds all of the right one. A program of a single step has no loop
+                # that would keep the right one's change of layout from moving up to its load.
                 weights = compute_once(rows[k]) if channels == plan.mix_channels else rows[k]
                 mixes += triton.dot(streams[k], weights, trans_b=True)
             squares += sum(jnp.square(stream.astype(jnp.float32)) for stream in streams)

@@ -47,11 +47,13 @@ def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def scales_of_rows(rows: jax.Array) -> jax.Array:
+    """[rows] float32 scales that bring the largest value of each row, [rows, 128], to float8's largest."""
     largest = jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=1)
     return jnp.where(largest > 0, largest * INVERSE_MAX, 1.0)
 
 
 def scaled_down(rows: jax.Array, scales: jax.Array) -> jax.Array:
+    """[rows, 128] float8 values of rows over their scales [rows]."""
     return (rows.astype(jnp.float32) * (1 / scales)[:, None]).astype(FLOAT8)
 
 
@@ -97,11 +99,13 @@ def fitted(tile: Tile, columns: int) -> Tile:
 
 def column_parts(tile: Tile) -> tuple[int, int]:
     """(parts, their width) of a tile's columns: a part has one scale, and its partial product fits in
-    registers beside all sums."""
+    registers beside all sums. ValueError for a width of several blocks and a bit."""
     width = min(tile.columns, BLOCK)
+    if tile.columns % width:
+        raise ValueError(f"a tile's columns must be at most {BLOCK} or a multiple of it, got {tile.columns}")
     return tile.columns // width, width
 
 
 def block_of(channel: jax.Array) -> jax.Array:
     """The block of a channel or column; both are positive, which spares the rounding of `//`."""
-    return jax.lax.div(channel, jnp.int32(BLOCK))
+    return jax.lax.div(channel, jnp.asarray(BLOCK, channel.dtype))

@@ -86,7 +86,7 @@ def _select(
     token, part = triton.program_id(0), triton.program_id(1)
     begin = part * segment
     count = jnp.clip(counts_ref[token] - begin, 0, segment)
-    place = jnp.arange(segment)
+    place = jnp.arange(segment, dtype=jnp.int32)
     index = begin + place
     visible = place < count
     wanted = jnp.minimum(count, k)
@@ -100,13 +100,13 @@ def _select(
         threshold = _kth_largest(keys, wanted, 32 * (count > k).astype(jnp.int32))
         above = visible & (everything | (keys > threshold))
         equal = visible & ~everything & (keys == threshold)
-        spare = wanted - above.astype(jnp.int32).sum()
-        chosen = above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= spare))
-        slot = jnp.where(chosen, part * k + jnp.cumsum(chosen.astype(jnp.int32)) - 1, segments * k)
+        spare = wanted - above.sum(dtype=jnp.int32)
+        chosen = above | (equal & (jnp.cumsum(equal, dtype=jnp.int32) <= spare))
+        slot = jnp.where(chosen, part * k + jnp.cumsum(chosen, dtype=jnp.int32) - 1, segments * k)
         chosen_ids = triton.load(refs[0].at[token, index], mask=chosen, other=0) if has_ids else index
         triton.store(out_ref.at[token, slot], chosen_ids, mask=chosen)
         if final:
-            rest = jnp.arange(_power_of_two(k))
+            rest = jnp.arange(_power_of_two(k), dtype=jnp.int32)
             missing = (rest >= wanted) & (rest < k)
             triton.store(out_ref.at[token, rest], jnp.full_like(rest, -1), mask=missing)
         else:
@@ -129,10 +129,10 @@ _Descent = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _kth_largest(keys: jax.Array, k: jax.Array, bits: jax.Array) -> jax.Array:
-    """A threshold that at least k keys reach and fewer than k exceed, built from the highest bit down.
+    """A threshold that at least k keys reach and at most k exceed, built from the highest bit down.
 
     In unsigned order the threshold's bits are set one by one; the sign bit's flip maps signed order onto it.
-    Without ties a threshold that exactly k keys reach is usually found long before the last bit.
+    Without ties a threshold that exactly k keys reach is usually found before the last bit.
     """
 
     def unfinished(carry: _Descent) -> jax.Array:
@@ -142,7 +142,7 @@ def _kth_largest(keys: jax.Array, k: jax.Array, bits: jax.Array) -> jax.Array:
     def descend(carry: _Descent) -> _Descent:
         step, found, reached = carry
         candidate = found | jnp.left_shift(jnp.int32(1), 31 - step)
-        count = (keys >= (candidate ^ _SIGN_BIT)).astype(jnp.int32).sum()
+        count = (keys >= (candidate ^ _SIGN_BIT)).astype(jnp.int32).sum(dtype=jnp.int32)
         enough = count >= k
         return step + 1, jnp.where(enough, candidate, found), jnp.where(enough, count, reached)
 

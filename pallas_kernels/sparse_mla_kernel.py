@@ -43,28 +43,37 @@ def supported(q: jax.Array, latents: jax.Array) -> bool:
     """Shapes and dtypes the kernels take."""
     dim = q.shape[2]
     power_of_two = dim & (dim - 1) == 0
-    return power_of_two and dim >= GROUP and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+    fits = dim * q.dtype.itemsize <= 2048  # of a row in shared memory, beside the queries
+    return power_of_two and dim >= GROUP and fits and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def choose_tiles(tokens: int, heads: int, width: int, *, rocm: bool, float8: bool = False) -> Tiles:
+def wide_rows(q: jax.Array) -> bool:
+    """Whether a row of latents, as the kernel holds it, exceeds the 1 KiB that the tiles are cut for."""
+    return q.shape[2] * q.dtype.itemsize > 1024
+
+
+def choose_tiles(
+    tokens: int, heads: int, width: int, *, rocm: bool, float8: bool = False, wide: bool = False
+) -> Tiles:
     """Tiles for a problem; with few queries, the number of splits that ends soonest.
 
     AMD: 64 heads x 16 keys is the largest tile without spills on gfx942 with either kind of latents, and
-    its scratch is that chip's 64 KiB; with fewer heads, float8 latents keep to 16 keys. NVIDIA, measured on an
-    H200: 64 heads, one warp group's rows, do best with 64 keys of 1 KiB, twice, which fill the shared memory
-    beside the queries (2048 queries 1.85 ms, 32 keys 2.30; 32 queries in 4 splits 51 us, 32 keys 65). Float8
-    latents of 64 keys do not fit it (32 keys in four stages 3.55 ms), and 8 heads do best with 32 (8192 queries
-    4.57 ms, 64 keys 5.43).
+    its scratch is that chip's 64 KiB; with fewer heads, float8 latents keep to 16 keys. NVIDIA, measured on
+    an H200: 64 heads, one warp group's rows, do best with 64 keys of 1 KiB, twice, which fill the shared
+    memory beside the queries (2048 queries 1.85 ms, 32 keys 2.30; 32 queries in 4 splits 51 us, 32 keys 65).
+    Float8 latents of 64 keys do not fit it (32 keys in four stages 3.55 ms). 8 heads: 8192 queries take 4.57
+    ms with 32 keys and 4 warps, 5.43 with 64 and 8. One query of 64 heads: 18 us with 32 or 64 a program.
+    `wide`: rows of latents take up to 2 KiB (float32); then tiles are small enough to fit, unmeasured.
     """
-    sizes = (32, 16) if not rocm and tokens <= 2 else (64, 32, 16)
+    sizes = (32, 16) if not rocm and (tokens <= 2 or wide) else (64, 32, 16)
     block = heads if heads < 16 else next(size for size in sizes if heads % size == 0 or size == 16)
     many = tokens * -(-heads // block) >= 1024
     if rocm:
         keys, launch, processors = 16 if block == 64 or float8 else 32, triton.Launch(4, 1), 256
     else:
         warps, processors = (8, 132) if block == 64 else (4, 264)
-        keys = 64 if block == 64 and not float8 else 32
-        stages = 2 if keys == 64 else 4 if float8 and many else 3
+        keys = 16 if wide else 64 if block == 64 and not float8 else 32
+        stages = 2 if wide or keys == 64 else 4 if float8 and many else 3
         launch = triton.Launch(num_warps=warps, num_stages=stages)
     programs = tokens * -(-heads // block)
     start_up = 4  # what starting a program and adding up a split costs, in tiles of keys
@@ -93,8 +102,9 @@ def sparse_mla(
     arrays: tuple[jax.Array, ...] = (q, latents, indices, jnp.asarray(layer, jnp.int32).reshape(1))
     arrays += () if latent_scales is None else (latent_scales,)
     choose = functools.partial(
-        choose_tiles, q.shape[0], q.shape[1], indices.shape[1], float8=latent_scales is not None
-    )
+        choose_tiles, q.shape[0], q.shape[1], indices.shape[1], float8=latent_scales is not None,
+        wide=wide_rows(q),
+    )  # fmt: skip
     if tiles is not None or interpret:
         return run(tiles or choose(rocm=False), *arrays)
     return triton.per_platform(run, *arrays, cuda=choose(rocm=False), rocm=choose(rocm=True))

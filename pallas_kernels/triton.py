@@ -67,7 +67,7 @@ mlir.register_lowering(
 
 
 def _lower_float8_dot() -> bool:
-    """Teaches Pallas-Triton the primitive, by private names; False where this jax has others."""
+    """Teaches Pallas-Triton the primitive, by private names; False where these names are missing."""
     try:
         from jax._src.pallas.triton import lowering
         from jaxlib.mlir import ir

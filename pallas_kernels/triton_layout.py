@@ -15,7 +15,7 @@ mlir.register_lowering(_compute_once, lambda _, a: [a])
 
 
 def _lower_compute_once() -> bool:
-    """Teaches Pallas-Triton the primitive, by private names; False where this jax has others."""
+    """Teaches Pallas-Triton the primitive, by private names; False where these names are missing."""
     try:
         from jax._src.pallas.triton import lowering
         from jaxlib.triton import dialect

@@ -202,7 +202,7 @@ class Engine:
             self.step()
 
     def warm_up(self) -> int:
-        """Compiles every program that requests can need, and runs each on padding. Returns how many."""
+        """Compiles every program that requests can need, running each on padding. Returns their number."""
         prefills, decodes = self.padding_batches()
         self._runner.compile(prefills, decodes)
         for tokens, batch in zip(self._token_buckets, prefills, strict=True):
@@ -262,7 +262,7 @@ class Engine:
             output = self._runner.prefill(batch)
             step = dataclasses.replace(step, prefill=output)
             asked = [chunk.answer.request.sampling for chunk in plan.prefill]
-            if any(sampling.logprobs is not None for sampling in asked):
+            if any(c.last and c.answer.request.sampling.logprobs is not None for c in plan.prefill):
                 step = dataclasses.replace(step, first_logprobs=LogprobReader(self._runner.logprobs(output)))
             if any(sampling.prompt_logprobs is not None for sampling in asked):
                 reader = self._prompt_logprobs(output, batch.next_tokens)
@@ -278,7 +278,7 @@ class Engine:
             windows = dataclasses.replace(windows, grammar=mask_of(guided, bucket, width, self._vocab_size))
             output = self._runner.decode(windows)
             step = dataclasses.replace(step, decode=output)
-            if any(w.answer.request.sampling.logprobs is not None for w in plan.decode):
+            if any(w.limit and w.answer.request.sampling.logprobs is not None for w in plan.decode):
                 step = dataclasses.replace(step, logprobs=LogprobReader(self._runner.logprobs(output)))
         return step
 

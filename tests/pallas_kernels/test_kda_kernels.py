@@ -129,7 +129,7 @@ def test_chunked_kernel_equals_the_reference_and_ignores_padding():
     assert_near(state, expected_state, jnp.float32)
 
 
-@pytest.mark.parametrize(("window", "splits"), [(1, 1), (3, 1), (8, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("window", "splits"), [(1, 1), (3, 1), (8, 1), (1, 2), (3, 2), (3, 4)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_decode_kernel_equals_the_reference_and_touches_nothing_else(window, splits, dtype, monkeypatch):
     config = kda_decode_kernel.DecodeConfig(splits=splits)  # the one that many heads get has splits

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import causal_mla, grouped_mlp, sparse_mla, triton
+from pallas_kernels import causal_mla, grouped_mlp, sparse_mla, triton, triton_layout
 from tests.amd import gate
 from tests.pallas_kernels.device import INTERPRET
 from tests.pallas_kernels.lowering import lower, target
@@ -162,3 +162,24 @@ def test_reads_are_the_same(largest: int, monkeypatch: pytest.MonkeyPatch):
     )
     for row in (0, 5):
         np.testing.assert_array_equal(run(jnp.array([row], jnp.int32), x), x[row])
+
+
+def test_primitives_of_our_own_are_known_to_this_jax():
+    """Without them kernels still compute the same, slowly: float8 without Hopper's asynchronous products,
+    hyper-connections with their update computed twice."""
+    assert triton._HAS_FLOAT8_DOT
+    assert triton_layout._HAS_COMPUTE_ONCE
+
+
+@pytest.mark.parametrize(("platform", "count"), [("cuda", 1), ("rocm", 0)])
+def test_compute_once_moves_registers_on_cuda_only(platform, count):
+    def kernel(x_ref, y_ref):
+        y_ref[...] = triton_layout.compute_once(x_ref[...])
+
+    def run(x):
+        return triton.pallas_call(kernel, out_shape=x, grid=(1,))(x)
+
+    case = gate.Case("compute once", run, (shape(jnp.bfloat16, 16, 32),))
+    with target(platform):
+        (found,) = gate.lower(case, platform)
+    assert found.text.count("mov.b32") == count
